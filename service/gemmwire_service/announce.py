@@ -1,0 +1,61 @@
+"""What the server says when it is ready: the layers, what MXFP8 costs each, and a line to paste."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+
+from . import __version__
+from .engine import Engine
+from .layer import Layer
+
+_SHOWN = 40
+
+
+def announce(engine: Engine, url: str, seconds: float) -> None:
+    print("\n".join(lines(list(engine.layers.values()), url, seconds)), flush=True)
+
+
+def lines(layers: list[Layer], url: str, seconds: float) -> list[str]:
+    """The announcement; every layer named here has answered one forward."""
+    width = max(len(layer.name) for layer in layers)
+    head = f"  {'layer':<{width}}  {'N':>6}  {'K':>6}  {'backend':<18} error against the unquantized weight"
+    shown = layers[:_SHOWN]
+    rows = [_row(layer, width) for layer in shown]
+    if len(layers) > len(shown):
+        rows.append(f"  ... and {len(layers) - len(shown)} more")
+    backends = ", ".join(
+        f"{count} on {name}" for name, count in Counter(la.backend.name for la in layers).items()
+    )
+    return [
+        f"gemmwire {__version__}: {len(layers)} layers ({backends}), each has answered one forward",
+        head,
+        *rows,
+        f"ready on {url} after {seconds:.1f} s ({url}/docs). In another terminal:",
+        "  " + example(layers[0], url),
+    ]
+
+
+def example(layer: Layer, url: str) -> str:
+    """A command that asks this server for one answer."""
+    code = (
+        f"import gemmwire, numpy as np; "
+        f'print(gemmwire.Client("{url}").infer("{layer.name}", np.ones((1, {layer.spec.k}), "float32")))'
+    )
+    return f"{_python()} -c {shlex.quote(code)}"
+
+
+def _python() -> str:
+    path = Path(sys.executable)
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _row(layer: Layer, width: int) -> str:
+    error = layer.error.quantization if layer.error else None
+    shown = f"{100 * error:.2f} %" if error is not None else "no unquantized weight to compare with"
+    return f"  {layer.name:<{width}}  {layer.spec.n:>6}  {layer.spec.k:>6}  {layer.backend.name:<18} {shown}"

@@ -1,0 +1,126 @@
+"""create_app(settings): the control plane as FastAPI routes, infer as a bare ASGI endpoint on the same app."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from gemmwire.wire import WireError
+
+from . import __version__
+from .control import control_routes
+from .engine import Engine
+from .infer import InferEndpoint, Limits, error_reply
+from .loading import make_engine
+from .protocol import InferRequestForm, InferResponseForm, Problem
+from .settings import Settings
+
+INFER_PATHS = ("/v2/models/{layer}/infer", "/v2/models/{layer}/versions/{version}/infer")
+
+
+def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = None) -> FastAPI:
+    """The service as an ASGI app. Its lifespan starts loading and returns: /v2/health/live answers at once.
+
+    `on_loaded` hears, on the event loop, that loading has ended, well or not (`engine.failure`).
+    """
+    engine, device, ladder = make_engine(settings, on_loaded)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop()
+
+    app = FastAPI(
+        title="gemmwire",
+        version=__version__,
+        description="MXFP8 linear layers, y = x @ W.T + b, over the Open Inference Protocol v2.",
+        lifespan=lifespan,
+    )
+    app.state.engine = engine
+    infer = InferEndpoint(engine, Limits(settings.max_body_bytes, settings.max_json_bytes))
+    for path in INFER_PATHS:  # first, so that a request finds them without walking the rest
+        app.router.routes.append(Route(path, infer, methods=["POST"], include_in_schema=False))
+    app.include_router(control_routes(engine, device, ladder.buckets))
+    _install_errors(app)
+    _document_infer(app)
+    return app
+
+
+def _install_errors(app: FastAPI) -> None:
+    """Every error of the control plane in the protocol's form."""
+
+    @app.exception_handler(WireError)
+    async def wire_error(request: Request, error: Exception) -> Response:
+        return _problem(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: Exception) -> Response:
+        details = error.errors() if isinstance(error, RequestValidationError) else []
+        sentence = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in details)
+        return _problem(request, WireError("request_invalid", f"The request is not valid: {sentence}"))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        code, sentence = {
+            404: ("route_unknown", "There is no route {}; /docs lists them"),
+            405: ("method_not_allowed", "{} is not a method of this route; /docs lists them"),
+        }.get(status, ("http_error", "{} failed: " + str(getattr(error, "detail", ""))))
+        what = sentence.format(f"{request.method} {request.url.path[:200]}")
+        return _problem(request, WireError(code, what, status=status))
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        return _problem(request, error)
+
+
+def _problem(request: Request, error: Exception) -> Response:
+    status, headers, buffers = error_reply(error, dict(request.headers.raw))
+    return Response(b"".join(buffers), status_code=status, headers=headers)
+
+
+def _document_infer(app: FastAPI) -> None:
+    """Put the bare endpoint into the OpenAPI document, which FastAPI cannot see it by itself."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generate()
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for model in (InferRequestForm, InferResponseForm, Problem):
+                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas |= schema.pop("$defs", {})
+                schemas[model.__name__] = schema
+            for path in INFER_PATHS:
+                document["paths"][path] = {"post": _infer_operation(path)}
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _infer_operation(path: str) -> dict[str, Any]:
+    def content(model: str) -> dict[str, Any]:
+        reference = {"$ref": f"#/components/schemas/{model}"}
+        return {"application/json": {"schema": reference}}
+
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    problems = dict.fromkeys(("400", "404", "413", "415", "500", "503", "504"), "Problem")
+    return {
+        "summary": "y = x @ W.T + b",
+        "description": "JSON, or the binary tensor data extension (Inference-Header-Content-Length).",
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ],
+        "requestBody": {"required": True, "content": content("InferRequestForm")},
+        "responses": {
+            "200": {"description": "y", "content": content("InferResponseForm")},
+            **{status: {"description": name, "content": content(name)} for status, name in problems.items()},
+        },
+    }

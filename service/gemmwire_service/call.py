@@ -1,0 +1,159 @@
+"""What a request asks of a layer: its one input checked against the layer, and how y shall come back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import prod
+
+from gemmwire.wire import ITEMSIZE, InferRequest, InferResponse, RequestedOutput, Tensor, WireError
+
+from .backends.base import LayerSpec
+from .backlog import Answer
+
+INPUT, OUTPUT = "x", "y"
+DATATYPES = ("BF16", "FP16", "FP32")
+
+
+@dataclass(frozen=True)
+class Call:
+    """x [rows, K] in, y [rows, N] out as `datatype`. `deadline` is monotonic ns."""
+
+    x: Tensor
+    rows: int
+    datatype: str
+    binary: bool
+    deadline: int | None
+    id: str
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], n)
+
+
+def read_call(request: InferRequest, spec: LayerSpec, timeout_us: int | None) -> Call:
+    """Check the request against the layer. Errors: WireError, each naming both sides."""
+    _refuse_sequence(request)
+    x = _input(request, spec)
+    output = _output(request)
+    datatype = output.datatype or x.datatype
+    if datatype not in DATATYPES:
+        raise _dtype(f"Output {OUTPUT!r} is asked for as {datatype[:40]!r}", datatype)
+    return Call(
+        x=x,
+        rows=prod(x.shape[:-1]),
+        datatype=datatype,
+        binary=request.binary_outputs if output.binary is None else output.binary,
+        deadline=_deadline(request, timeout_us),
+        id=request.id,
+    )
+
+
+def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: int) -> None:
+    """A small request can ask for a huge answer (N >> K); refuse it before computing it."""
+    size = call.rows * spec.n * ITEMSIZE[call.datatype]
+    if size > max_body:
+        raise WireError(
+            "answer_too_large",
+            f"The answer would have {size} bytes ({call.rows} rows of {spec.n} {call.datatype}), the limit "
+            f"is {max_body}; send fewer rows at a time, or raise --max-body-bytes",
+            status=413,
+            expected=f"<= {max_body}",
+            got=size,
+        )
+    if not call.binary and size > max_json:
+        raise WireError(
+            "json_too_large",
+            f"The answer would hold {call.rows * spec.n} numbers as JSON, more than the limit for JSON of "
+            f"{max_json} bytes; ask for it in binary (parameters.binary_data), or raise --max-json-bytes",
+            status=413,
+            expected=f"<= {max_json}",
+            got=size,
+        )
+
+
+def response(call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None) -> InferResponse:
+    """`answer` None is the answer of no rows, which no device made."""
+    parameters: dict[str, bool | int | float | str] = {"backend": backend}
+    if answer is not None:
+        parameters |= {"bucket": answer.bucket, "queue_us": answer.queue_us, "device_us": answer.device_us}
+    data = answer.data if answer is not None else b""
+    y = Tensor(OUTPUT, call.datatype, call.shape(spec.n), data)
+    return InferResponse(spec.name, str(answer.version if answer else version), (y,), call.id, parameters)
+
+
+def _input(request: InferRequest, spec: LayerSpec) -> Tensor:
+    by_name = {tensor.name: tensor for tensor in request.inputs}
+    x = by_name.pop(INPUT, None)
+    if x is None:
+        raise _names("input_missing", f"Input {INPUT!r} is missing", request)
+    if by_name:
+        raise _names(
+            "input_unexpected", f"Input {next(iter(by_name))[:80]!r} is not one of the layer's", request
+        )
+    if x.datatype not in DATATYPES:
+        raise _dtype(f"Input {INPUT!r} is {x.datatype}", x.datatype)
+    if not x.shape:
+        raise WireError(
+            "rank_unsupported",
+            f"Input {INPUT!r} has no dimensions; layer {spec.name!r} takes [..., {spec.k}]",
+            expected=f"[..., {spec.k}]",
+            got="[]",
+        )
+    if x.shape[-1] != spec.k:
+        raise WireError(
+            "k_mismatch",
+            f"Layer {spec.name!r} takes x[..., {spec.k}], but x is {list(x.shape)}: its last dimension "
+            f"must be {spec.k}",
+            expected=spec.k,
+            got=x.shape[-1],
+        )
+    return x
+
+
+def _output(request: InferRequest) -> RequestedOutput:
+    if request.outputs is None:
+        return RequestedOutput(OUTPUT)
+    for output in request.outputs:
+        if output.name != OUTPUT:
+            raise WireError(
+                "output_unknown",
+                f"Output {output.name[:80]!r} is not one of the layer's; it has {OUTPUT!r}",
+                expected=[OUTPUT],
+                got=output.name[:80],
+            )
+    return request.outputs[0] if request.outputs else RequestedOutput(OUTPUT)
+
+
+def _deadline(request: InferRequest, header_us: int | None) -> int | None:
+    timeout = request.parameters.get("timeout", header_us)
+    if timeout is None or timeout == 0:
+        return None
+    if type(timeout) is not int or timeout < 0:
+        raise WireError(
+            "request_invalid",
+            f"Parameter 'timeout' is {timeout!r}; it must be a whole number of microseconds (0: no deadline)",
+            expected="microseconds",
+            got=repr(timeout)[:40],
+        )
+    return time.monotonic_ns() + timeout * 1000
+
+
+def _refuse_sequence(request: InferRequest) -> None:
+    if request.parameters.get("sequence_id"):
+        raise WireError("sequence_unsupported", "Layers hold no state between requests; send no sequence_id")
+
+
+def _names(code: str, what: str, request: InferRequest) -> WireError:
+    got = [tensor.name[:80] for tensor in request.inputs]
+    return WireError(
+        code, f"{what}: the request has {got}, the layer takes ['{INPUT}']", expected=[INPUT], got=got
+    )
+
+
+def _dtype(what: str, got: str) -> WireError:
+    return WireError(
+        "dtype_unsupported",
+        f"{what}; a layer takes and gives {', '.join(DATATYPES)}: convert it first",
+        expected=list(DATATYPES),
+        got=got[:40],
+    )

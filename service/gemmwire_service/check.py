@@ -1,0 +1,56 @@
+"""One real forward of a layer before it is served, against two references.
+
+Against the dequantized operands it says that the backend computes what it should: beyond the tolerance the
+layer is refused. Against the unquantized weight it says what MXFP8 costs, which is for the user to judge.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Probe
+from .checkpoint.probe import probe_rows
+from .device import Device
+from .errors import BackendError
+from .layer import Layer, LayerError
+from .mxfp8.format import BLOCK, dequantize, quantize
+from .mxfp8.weight import MxWeight
+
+TOLERANCE = 2.0**-7
+_COLUMNS = 256
+
+
+def check(layer: Layer, weight: MxWeight, probe: Probe | None, device: Device) -> LayerError:
+    """Errors: BackendError where the forward is further than TOLERANCE from the dequantized operands."""
+    x = probe.x if probe is not None else probe_rows(layer.name, layer.spec.k)
+    y = device.compute(layer, x).float()
+    arithmetic = _relative(*_against_operands(x, y, weight))
+    if not arithmetic <= TOLERANCE:
+        raise BackendError(
+            f"Backend {layer.backend.name!r} computes layer {layer.name!r} wrongly: its relative error "
+            f"against the dequantized operands is {arithmetic:.3g}, at most {TOLERANCE:.3g} is right; choose another "
+            "with --backend",
+            expected=TOLERANCE,
+            got=arithmetic,
+        )
+    return LayerError(_relative(y, probe.y) if probe is not None else None, arithmetic)
+
+
+def _against_operands(x: Tensor, y: Tensor, weight: MxWeight) -> tuple[Tensor, Tensor]:
+    """-> (y, reference) over evenly spaced output columns, so that a large layer costs no second weight."""
+    columns = torch.linspace(0, weight.n - 1, min(weight.n, _COLUMNS)).round().long()
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK))
+    operand_x = dequantize(*quantize(padded)).double()
+    operand_w = dequantize(weight.codes[columns], weight.scales[columns]).double()
+    reference = operand_x @ operand_w.T
+    if weight.bias is not None:
+        reference += weight.bias[columns].double()
+    return y[:, columns], reference
+
+
+def _relative(y: Tensor, reference: Tensor) -> float:
+    """||y - reference|| / ||reference||, 0 where both are zero."""
+    error = (y.double() - reference.double()).norm().item()
+    size = reference.double().norm().item()
+    return error / size if size else error

@@ -1,0 +1,116 @@
+"""The control plane: everything of the protocol but infer, as FastAPI routes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from . import __version__
+from .engine import Engine, State
+from .infer import find_layer
+from .layer import Layer
+from .protocol import (
+    ModelConfig,
+    ModelIndexEntry,
+    ModelMetadata,
+    ModelStatistics,
+    PassedOver,
+    RepositoryIndexRequest,
+    ServerMetadata,
+    TensorMetadata,
+)
+
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+PLATFORM = "gemmwire_mxfp8"
+
+
+def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/v2")
+    def server_metadata() -> ServerMetadata:
+        return ServerMetadata(name="gemmwire", version=__version__, extensions=EXTENSIONS)
+
+    @routes.get("/v2/health/live")
+    def live() -> Response:
+        return Response(status_code=503 if engine.state is State.FAILED else 200)
+
+    @routes.get("/v2/health/ready")
+    def ready() -> Response:
+        return Response(status_code=200 if engine.state is State.READY else 503)
+
+    @routes.get("/v2/models/stats")
+    def all_statistics() -> ModelStatistics:
+        layers = engine.layers.values()
+        return ModelStatistics(
+            model_stats=[layer.stats.document(layer.name, layer.version) for layer in layers]
+        )
+
+    @routes.get("/v2/models/{layer}")
+    @routes.get("/v2/models/{layer}/versions/{version}")
+    def metadata(layer: str, version: str | None = None) -> ModelMetadata:
+        return _metadata(find_layer(engine, layer, version))
+
+    @routes.get("/v2/models/{layer}/ready")
+    @routes.get("/v2/models/{layer}/versions/{version}/ready")
+    def model_ready(layer: str, version: str | None = None) -> Response:
+        find_layer(engine, layer, version)
+        return Response(status_code=200 if engine.state is State.READY else 503)
+
+    @routes.get("/v2/models/{layer}/config")
+    @routes.get("/v2/models/{layer}/versions/{version}/config")
+    def config(layer: str, version: str | None = None) -> ModelConfig:
+        return _config(find_layer(engine, layer, version), device, buckets)
+
+    @routes.get("/v2/models/{layer}/stats")
+    @routes.get("/v2/models/{layer}/versions/{version}/stats")
+    def statistics(layer: str, version: str | None = None) -> ModelStatistics:
+        found = find_layer(engine, layer, version)
+        return ModelStatistics(model_stats=[found.stats.document(found.name, found.version)])
+
+    @routes.post("/v2/repository/index")
+    def index(request: RepositoryIndexRequest | None = None) -> list[ModelIndexEntry]:
+        return [_entry(layer) for layer in engine.layers.values()]
+
+    return routes
+
+
+def _metadata(layer: Layer) -> ModelMetadata:
+    return ModelMetadata(
+        name=layer.name,
+        versions=[str(layer.version)],
+        platform=PLATFORM,
+        inputs=[TensorMetadata(name="x", datatype="BF16", shape=[-1, layer.spec.k])],
+        outputs=[TensorMetadata(name="y", datatype="BF16", shape=[-1, layer.spec.n])],
+    )
+
+
+def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
+    error = layer.error
+    return ModelConfig(
+        name=layer.name,
+        platform=PLATFORM,
+        version=str(layer.version),
+        n=layer.spec.n,
+        k=layer.spec.k,
+        bias=layer.spec.bias,
+        backend=layer.backend.name,
+        passed_over=[PassedOver(backend=name, reason=reason) for name, reason in layer.selection.passed_over],
+        device=device,
+        source=layer.source,
+        source_dtype=layer.source_dtype,
+        buckets=list(buckets),
+        quantization_error=error.quantization if error else None,
+        arithmetic_error=error.arithmetic if error else None,
+    )
+
+
+def _entry(layer: Layer) -> ModelIndexEntry:
+    return ModelIndexEntry(
+        name=layer.name,
+        version=str(layer.version),
+        state="READY",
+        reason="",
+        n=layer.spec.n,
+        k=layer.spec.k,
+        backend=layer.backend.name,
+    )

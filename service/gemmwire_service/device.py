@@ -1,0 +1,215 @@
+"""The one device thread: every forward, load and refit runs here, in the order of one queue."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from .backends.base import Plan
+from .backlog import Answer, Backlog, Item
+from .buckets import Ladder
+from .layer import Layer
+from .stats import BatchTimes
+
+TORCH_DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of some requests: an Answer or an error each, None where it was dropped."""
+
+    items: list[Item]
+    outcomes: list[Answer | Exception | None]
+    bucket: int = 0
+    times: BatchTimes | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work that is not a forward (load, refit): it runs after the requests that came before it."""
+
+    run: Callable[[], None]
+
+
+class Staging:
+    """The static x of each K, grown to the largest bucket used: columns beyond K stay zero."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+
+    def rows(self, k: int, k_pad: int, bucket: int) -> Tensor:
+        """-> BF16 [bucket, k_pad]; the first k columns hold what the last use left there."""
+        buffer = self._buffers.get((k, k_pad))
+        if buffer is None or buffer.shape[0] < bucket:
+            buffer = torch.zeros(bucket, k_pad, dtype=torch.bfloat16, device=self._device)
+            self._buffers[k, k_pad] = buffer
+        return buffer[:bucket]
+
+
+class Device:
+    """A thread that computes. `report` is called on it with every `Done`; it must hand over and return."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        ladder: Ladder,
+        report: Callable[[Done], None],
+        *,
+        cpu_threads: int = 0,
+    ) -> None:
+        self.device = device
+        self.ladder = ladder
+        self._report = report
+        self._cpu_threads = cpu_threads
+        self._queue: SimpleQueue[Item | Job | None] = SimpleQueue()
+        self._backlog = Backlog(ladder.largest)
+        self._staging = Staging(device)
+        self._thread = threading.Thread(target=self._run, name="gemmwire-device", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, work: Item | Job) -> None:
+        self._queue.put(work)
+
+    def stop(self) -> None:
+        """Finish what is queued, then end the thread."""
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        if self._cpu_threads:
+            torch.set_num_threads(self._cpu_threads)
+        with torch.inference_mode():
+            for job in self._jobs():
+                job.run()
+
+    def _jobs(self) -> Iterator[Job]:
+        """Run batches until the queue ends; yield each job once the requests before it are done."""
+        while True:
+            work = self._collect()
+            while self._backlog:
+                self._run_batch()
+                if not isinstance(work, Job) and work is not _END:
+                    work = self._collect(block=False)
+            if isinstance(work, Job):
+                yield work
+            elif work is _END:
+                return
+
+    def _collect(self, block: bool = True) -> Job | object | None:
+        """Move waiting requests to the backlog, up to the first job or the end, which is returned."""
+        try:
+            while True:
+                work = self._queue.get(block=block)
+                if work is None:
+                    return _END
+                if isinstance(work, Job):
+                    return work
+                self._backlog.add(work)
+                block = False
+        except Empty:
+            return None
+
+    def _run_batch(self) -> None:
+        batch, dropped = self._backlog.take()
+        if dropped:
+            self._report(Done(dropped, [None] * len(dropped)))
+        if batch:
+            self._report(self.forward(batch))
+
+    def forward(self, batch: list[Item]) -> Done:
+        """Compute one batch of requests of one layer; an error of the backend is each request's outcome."""
+        try:
+            if batch[0].rows > self.ladder.largest:
+                return self._forward_chunks(batch[0])
+            return self._forward_batch(batch)
+        except (
+            Exception
+        ) as error:  # whatever a kernel raises is the answer of its batch, not the thread's end
+            return Done(batch, [error] * len(batch))
+
+    def _forward_batch(self, batch: list[Item]) -> Done:
+        began = time.monotonic_ns()
+        layer = batch[0].layer
+        rows = sum(item.rows for item in batch)
+        bucket = self.ladder.bucket_for(rows)
+        x = self._fill([_matrix(item) for item in batch], layer, rows, bucket)
+        filled = time.monotonic_ns()
+        out = self._compute(x, layer, bucket)
+        computed = time.monotonic_ns()
+        pieces = _split(out, batch, layer.spec.n)
+        times = BatchTimes(began, filled - began, computed - filled, time.monotonic_ns() - computed)
+        outcomes: list[Answer | Exception | None] = [
+            _answer(item, y, layer, bucket, times) for item, y in zip(batch, pieces, strict=True)
+        ]
+        return Done(batch, outcomes, bucket, times)
+
+    def _forward_chunks(self, item: Item) -> Done:
+        began = time.monotonic_ns()
+        layer, source = item.layer, _matrix(item)
+        y = torch.empty(item.rows, layer.spec.n, dtype=TORCH_DTYPES[item.datatype])
+        start = 0
+        for rows in self.ladder.chunks(item.rows):
+            bucket = self.ladder.bucket_for(rows)
+            x = self._fill([source[start : start + rows]], layer, rows, bucket)
+            y[start : start + rows].copy_(self._compute(x, layer, bucket)[:rows, : layer.spec.n])
+            start += rows
+        times = BatchTimes(began, 0, time.monotonic_ns() - began, 0)
+        return Done([item], [_answer(item, y, layer, self.ladder.largest, times)], self.ladder.largest, times)
+
+    def _fill(self, sources: list[Tensor], layer: Layer, rows: int, bucket: int) -> Tensor:
+        """Rows side by side, rounded to BF16, and zeros below them: the bits depend on nothing earlier."""
+        x = self._staging.rows(layer.spec.k, layer.weight.k_pad, bucket)
+        start = 0
+        for source in sources:
+            x[start : start + len(source), : layer.spec.k].copy_(source)
+            start += len(source)
+        if rows < bucket:
+            x[rows:].zero_()
+        return x
+
+    def compute(self, layer: Layer, x: Tensor) -> Tensor:
+        """x [m, K] -> y BF16 [m, N], as a request of m rows would get it; m is at most the largest bucket."""
+        rows = x.shape[0]
+        bucket = self.ladder.bucket_for(rows)
+        return self._compute(self._fill([x], layer, rows, bucket), layer, bucket)[:rows, : layer.spec.n].cpu()
+
+    def _compute(self, x: Tensor, layer: Layer, bucket: int) -> Tensor:
+        out = torch.empty(bucket, layer.weight.n_pad, dtype=torch.bfloat16, device=self.device)
+        layer.backend.forward(x, layer.weight, Plan(bucket=bucket), out)
+        return out
+
+
+_END = object()
+
+
+def _matrix(item: Item) -> Tensor:
+    """The request's tensor as [rows, K], a view of the bytes that came."""
+    view = memoryview(item.x.data)
+    return torch.frombuffer(view, dtype=TORCH_DTYPES[item.x.datatype]).view(item.rows, item.layer.spec.k)
+
+
+def _split(out: Tensor, batch: list[Item], n: int) -> list[Tensor]:
+    pieces = []
+    start = 0
+    for item in batch:
+        pieces.append(out[start : start + item.rows, :n].to("cpu", TORCH_DTYPES[item.datatype]).contiguous())
+        start += item.rows
+    return pieces
+
+
+def _answer(item: Item, y: Tensor, layer: Layer, bucket: int, times: BatchTimes) -> Answer:
+    data = memoryview(y.view(-1).view(torch.uint8).numpy())
+    queue_us = (times.began - item.arrived) // 1000
+    return Answer(data, layer.version, bucket, queue_us, times.device // 1000)

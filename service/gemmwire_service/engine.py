@@ -1,0 +1,194 @@
+"""Layers by name, and the bounded line of requests in front of the one device thread.
+
+Everything but the device thread's own work runs on the event loop, so counters and states need no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from gemmwire.wire import Tensor
+
+from .backlog import Answer, Item
+from .device import Device, Done, Job
+from .errors import DeadlineExceeded, DeviceFailed, Draining, NotReady, QueueFull
+from .layer import Layer
+
+log = logging.getLogger("gemmwire.engine")
+
+
+class State(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    DRAINING = "draining"
+
+
+class Engine:
+    """`load` makes the layers, on the device thread; `on_loaded` hears of its end on the event loop."""
+
+    def __init__(
+        self,
+        make_device: Callable[[Callable[[Done], None]], Device],
+        load: Callable[[Device], Iterable[Layer]],
+        *,
+        max_queue: int,
+        max_queue_bytes: int,
+        on_loaded: Callable[[Engine], None] | None = None,
+    ) -> None:
+        self.layers: dict[str, Layer] = {}
+        self.state = State.LOADING
+        self.failure: Exception | None = None
+        self.waiting = 0
+        self.waiting_bytes = 0
+        self._max_queue = max_queue
+        self._max_queue_bytes = max_queue_bytes
+        self._device = make_device(self._report)
+        self._load = load
+        self._on_loaded = on_loaded
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Start the device thread and loading; returns at once. Called on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._device.start()
+        self._device.put(Job(self._load_layers))
+
+    async def stop(self) -> None:
+        """Refuse what comes, answer what waits, end the device thread."""
+        self.state = State.DRAINING
+        await asyncio.to_thread(self._device.stop)
+
+    def _load_layers(self) -> None:
+        failure: Exception | None = None
+        layers: dict[str, Layer] = {}
+        try:
+            for layer in self._load(self._device):
+                layers[layer.name] = layer
+                if self.state is State.DRAINING:
+                    break
+        except Exception as error:  # it is told to whoever started the service, in `_loaded`
+            failure = error
+        self._call(self._loaded, layers, failure)
+
+    def _loaded(self, layers: dict[str, Layer], failure: Exception | None) -> None:
+        self.failure = failure
+        if self.state is State.LOADING:
+            self.layers = layers if failure is None else {}
+            self.state = State.READY if failure is None else State.FAILED
+        if self._on_loaded is not None:
+            self._on_loaded(self)
+
+    # --- requests ---
+
+    def refuse_unless_ready(self) -> None:
+        """Errors: NotReady, Draining."""
+        if self.state is State.DRAINING:
+            raise Draining(
+                "The server is shutting down and takes no new requests; ask another, or try again later"
+            )
+        if self.state is not State.READY:
+            raise NotReady(
+                f"The server is {self.state.value}, not ready; wait until /v2/health/ready answers 200"
+            )
+
+    def submit(self, layer: Layer, x: Tensor, rows: int, datatype: str, deadline: int | None = None) -> Item:
+        """Queue x [rows, K] of `layer`; the item's future gets y as `datatype`, [rows, N].
+
+        rows >= 1; x.data holds exactly rows * K elements. Errors: QueueFull, NotReady, Draining,
+        DeadlineExceeded; later, through the future, DeviceFailed and DeadlineExceeded.
+        """
+        self.refuse_unless_ready()
+        if deadline is not None and time.monotonic_ns() >= deadline:
+            raise _expired()
+        item = Item(layer, x, rows, datatype, self._running_loop.create_future(), deadline)
+        self._admit(item)
+        self._device.put(item)
+        if deadline is not None:
+            delay = (deadline - item.arrived) / 1e9
+            timer = self._running_loop.call_later(delay, _expire, item)
+            item.future.add_done_callback(lambda _: timer.cancel())
+        return item
+
+    @property
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise NotReady("The engine has not been started; call start() on the event loop first")
+        return self._loop
+
+    def _admit(self, item: Item) -> None:
+        if self.waiting >= self._max_queue:
+            raise QueueFull(
+                f"{self.waiting} requests wait, which is the bound; try again later, or raise --max-queue",
+                expected=f"< {self._max_queue}",
+                got=self.waiting,
+            )
+        if self.waiting and self.waiting_bytes + item.nbytes > self._max_queue_bytes:
+            raise QueueFull(
+                f"{self.waiting_bytes} bytes are waiting and {item.nbytes} more pass the bound of "
+                f"{self._max_queue_bytes}; try again later, or raise --max-queue-bytes",
+                expected=f"<= {self._max_queue_bytes}",
+                got=self.waiting_bytes + item.nbytes,
+            )
+        self.waiting += 1
+        self.waiting_bytes += item.nbytes
+
+    # --- answers ---
+
+    def _report(self, done: Done) -> None:
+        self._call(self._finish, done)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Run on the event loop, from the device thread; a loop that is gone has nobody waiting."""
+        try:
+            self._running_loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            log.debug("the event loop has ended; nobody waits for this answer")
+
+    def _finish(self, done: Done) -> None:
+        for item, outcome in zip(done.items, done.outcomes, strict=True):
+            self.waiting -= 1
+            self.waiting_bytes -= item.nbytes
+            self._settle(item, outcome, done)
+        if done.times is not None:
+            done.items[0].layer.stats.count_batch(done.bucket, done.times)
+
+    def _settle(self, item: Item, outcome: Answer | Exception | None, done: Done) -> None:
+        stats = item.layer.stats
+        if item.future.done() or outcome is None:
+            stats.count_failure(item.arrived)
+            if not item.future.done():
+                item.future.set_exception(_expired())
+        elif isinstance(outcome, Answer) and done.times is not None:
+            stats.count_success(item.rows, item.arrived, done.times)
+            item.future.set_result(outcome)
+        else:
+            stats.count_failure(item.arrived)
+            log.error("layer %s failed on the device", item.layer.name, exc_info=_exception(outcome))
+            item.future.set_exception(
+                DeviceFailed(
+                    f"The device failed on layer {item.layer.name!r} ({type(outcome).__name__}); "
+                    "the server's log has the details"
+                )
+            )
+
+
+def _exception(outcome: object) -> BaseException | None:
+    return outcome if isinstance(outcome, BaseException) else None
+
+
+def _expired() -> DeadlineExceeded:
+    return DeadlineExceeded(
+        "The request's deadline passed before the device took it; allow more time, or send less"
+    )
+
+
+def _expire(item: Item) -> None:
+    if not item.future.done():
+        item.future.set_exception(_expired())

@@ -1,0 +1,73 @@
+"""Errors of the service that are not of the wire.
+
+    ServiceError
+    ├── SettingsError      a flag, a GEMMWIRE_* variable or their combination is wrong
+    ├── CheckpointError    a file or tensor of a checkpoint cannot be served
+    ├── BackendError       no backend, or not the named one, can run a layer here
+    └── EngineError        see engine errors: each has its HTTP status
+        ├── NotReady       503  the layers are still being loaded
+        ├── QueueFull      503  the waiting line is at its bound
+        ├── Draining       503  the server is shutting down
+        ├── DeadlineExceeded 504  the caller's deadline passed before an answer
+        └── DeviceFailed   500  the device raised while it computed this request
+
+Every message says what was given, what is needed and the way out.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServiceError(Exception):
+    """Base of the tree. `expected` and `got` repeat the two sides of the message for machines."""
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(self, message: str, *, expected: object = None, got: object = None) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.got = got
+
+
+class SettingsError(ServiceError):
+    code = "settings_invalid"
+
+
+class CheckpointError(ServiceError):
+    code = "checkpoint_invalid"
+
+
+class BackendError(ServiceError):
+    code = "backend_unavailable"
+
+
+class EngineError(ServiceError):
+    """An answer that the engine could not give; `status` is the HTTP status it becomes."""
+
+    status: ClassVar[int] = 500
+
+
+class NotReady(EngineError):
+    code = "not_ready"
+    status = 503
+
+
+class QueueFull(EngineError):
+    code = "queue_full"
+    status = 503
+
+
+class Draining(EngineError):
+    code = "draining"
+    status = 503
+
+
+class DeadlineExceeded(EngineError):
+    code = "deadline_exceeded"
+    status = 504
+
+
+class DeviceFailed(EngineError):
+    code = "device_failed"
+    status = 500

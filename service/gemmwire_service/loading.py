@@ -1,0 +1,108 @@
+"""From settings to served layers: open a checkpoint, choose a backend, prepare, check, one layer at a time."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from .backends import select
+from .backends.base import LayerSpec
+from .buckets import Ladder
+from .check import check
+from .checkpoint import LayerWeights, open_checkpoint
+from .device import Device
+from .engine import Engine
+from .errors import SettingsError
+from .layer import Layer
+from .mxfp8.weight import MxWeight
+from .settings import ModelSource, RandomLayer, Settings
+
+log = logging.getLogger("gemmwire.loading")
+
+
+def make_engine(settings: Settings, on_loaded: Callable[[Engine], None] | None) -> tuple[Engine, str, Ladder]:
+    """-> (engine, device name, ladder). Errors: SettingsError."""
+    device = choose_device(settings.device)
+    ladder = Ladder.up_to(settings.max_bucket)
+    engine = Engine(
+        lambda report: Device(device, ladder, report, cpu_threads=settings.cpu_threads),
+        lambda owner: load_layers(settings, owner),
+        max_queue=settings.max_queue,
+        max_queue_bytes=settings.max_queue_bytes,
+        on_loaded=on_loaded,
+    )
+    return engine, str(device), ladder
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one. Errors: SettingsError."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingsError(
+            f"--device is {name}, but torch {torch.__version__} sees no CUDA device here; use --device cpu",
+            expected="cpu",
+            got=name,
+        )
+    return torch.device(name)
+
+
+def load_layers(settings: Settings, device: Device) -> Iterator[Layer]:
+    """Each layer, ready to serve. Errors: SettingsError, CheckpointError, BackendError."""
+    names: set[str] = set()
+    for source in settings.sources():
+        yield from _unique(_load_checkpoint(source, settings.backend, device), names)
+    for random in settings.random_layers():
+        yield from _unique(
+            [_serve(_random_weights(random), f"random {random.n}x{random.k}", settings.backend, device)],
+            names,
+        )
+
+
+def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[Layer]:
+    for layer in layers:
+        if layer.name in names:
+            raise SettingsError(
+                f"Two layers are named {layer.name!r}; give each checkpoint its own name: --model NAME=PATH",
+                got=layer.name,
+            )
+        names.add(layer.name)
+        yield layer
+
+
+def _load_checkpoint(source: ModelSource, choice: str, device: Device) -> Iterator[Layer]:
+    checkpoint = open_checkpoint(Path(source.path))
+    for skipped in checkpoint.skipped:
+        log.info("%s: skipped %s: %s", source.path, skipped.name, skipped.reason)
+    names = checkpoint.names()
+    for number, name in enumerate(names, 1):
+        n, k, bias = checkpoint.spec(name)
+        full = f"{source.name}.{name}" if source.name else name
+        select(LayerSpec(full, n, k, bias), device.device, choice)  # refuse before the weight is read
+        log.debug("%s: layer %d of %d, %s [%d, %d]", source.path, number, len(names), name, n, k)
+        yield _serve(checkpoint.read(name), source.path, choice, device, full)
+
+
+def _serve(weights: LayerWeights, source: str, choice: str, device: Device, name: str = "") -> Layer:
+    weight = weights.weight
+    spec = LayerSpec(name or weights.name, weight.n, weight.k, weight.bias is not None)
+    selection = select(spec, device.device, choice)
+    layer = Layer(
+        spec=spec,
+        selection=selection,
+        weight=selection.backend.prepare(weight, device.device),
+        source=source,
+        source_dtype=weights.source_dtype,
+    )
+    layer.error = check(layer, weight, weights.probe, device)
+    return layer
+
+
+def _random_weights(random: RandomLayer) -> LayerWeights:
+    generator = torch.Generator().manual_seed(zlib.crc32(random.name.encode()))
+    weight = torch.randn(random.n, random.k, generator=generator) / random.k**0.5
+    return LayerWeights(random.name, MxWeight.from_float(weight), "F32", None)

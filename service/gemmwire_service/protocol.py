@@ -1,0 +1,124 @@
+"""The JSON forms of the protocol as pydantic models: what the control plane answers and /docs shows.
+
+The infer route decodes with `gemmwire.wire`, which is stricter and faster; its models here are documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Scalar = bool | int | float | str
+
+
+class ServerMetadata(BaseModel):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(BaseModel):
+    name: str
+    datatype: str
+    shape: list[int] = Field(description="-1 is a free dimension")
+
+
+class ModelMetadata(BaseModel):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class PassedOver(BaseModel):
+    backend: str
+    reason: str
+
+
+class ModelConfig(BaseModel):
+    """A served layer in full: y[..., n] = x[..., k] @ W.T + b."""
+
+    name: str
+    platform: str
+    version: str
+    n: int
+    k: int
+    bias: bool
+    backend: str
+    passed_over: list[PassedOver] = Field(
+        description="better backends, and why they do not run this layer here"
+    )
+    device: str
+    source: str = Field(description="where the weight came from")
+    source_dtype: str
+    scale_rule: str = "ceil(log2(amax / 448)), E8M0 per 32 along K"
+    buckets: list[int] = Field(description="M is rounded up to one of these")
+    max_batch_size: int = 0
+    quantization_error: float | None = Field(
+        description="||y - ref|| / ||ref|| against the unquantized weight"
+    )
+    arithmetic_error: float | None = Field(description="the same against the dequantized operands")
+
+
+class ModelIndexEntry(BaseModel):
+    name: str
+    version: str
+    state: str
+    reason: str
+    n: int
+    k: int
+    backend: str
+
+
+class RepositoryIndexRequest(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    ready: bool | None = None
+
+
+class ModelStatistics(BaseModel):
+    model_stats: list[dict[str, Any]]
+
+
+class Problem(BaseModel):
+    """Any answer that is not 2xx."""
+
+    error: str = Field(description="what was given, what is needed, the way out")
+    code: str
+    expected: Any = None
+    got: Any = None
+    request_id: str = ""
+
+
+class InferInput(BaseModel):
+    name: str = "x"
+    shape: list[int]
+    datatype: str = Field(description="BF16, FP16 or FP32")
+    parameters: dict[str, Scalar] | None = Field(None, description="binary_data_size for a binary tensor")
+    data: list[Any] | None = Field(
+        None, description='numbers, flat or nested; "NaN", "Infinity", "-Infinity"'
+    )
+
+
+class InferOutput(BaseModel):
+    name: str = "y"
+    parameters: dict[str, Scalar] | None = Field(None, description="binary_data, datatype")
+
+
+class InferRequestForm(BaseModel):
+    id: str | None = None
+    parameters: dict[str, Scalar] | None = Field(
+        None, description="timeout (microseconds), binary_data_output"
+    )
+    inputs: list[InferInput]
+    outputs: list[InferOutput] | None = None
+
+
+class InferResponseForm(BaseModel):
+    model_name: str
+    model_version: str
+    id: str | None = None
+    parameters: dict[str, Scalar] | None = Field(None, description="backend, bucket, queue_us, device_us")
+    outputs: list[InferInput]

@@ -1,0 +1,161 @@
+"""The service's settings: one frozen model. A flag wins over its GEMMWIRE_* variable, that over the default.
+
+`parser()` makes the flags from the fields, so that a setting is written down once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from .errors import SettingsError
+
+PREFIX = "GEMMWIRE_"
+DEMO = "demo=glassllm"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_RANDOM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+Texts = Annotated[tuple[str, ...], NoDecode]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """`--model NAME=PATH`: the layers of the checkpoint at `path` are served as `name.<module path>`."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class RandomLayer:
+    """`--random-layer NAME=NxK`: a layer of Gaussian weights, for a first try or a benchmark."""
+
+    name: str
+    n: int
+    k: int
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    model: Texts = Field((), description="checkpoint to serve: [NAME=]DIR_OR_FILE; may be repeated")
+    random_layer: Texts = Field((), description="random layer to serve: NAME=NxK; may be repeated")
+    backend: str = Field(
+        "auto", description="auto, one backend's name (binding), or a comma list (preference)"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:INDEX")
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    max_bucket: int = Field(
+        4096, ge=1, le=65536, description="largest M of one forward; more rows are chunked"
+    )
+    max_body_bytes: int = Field(256 << 20, ge=1024, description="largest request body, and largest answer")
+    max_json_bytes: int = Field(8 << 20, ge=1024, description="largest JSON part of a request or an answer")
+    max_queue: int = Field(1024, ge=1, description="requests that may wait; one more is answered 503")
+    max_queue_bytes: int = Field(1 << 30, ge=1024, description="bytes of tensors that may wait")
+    cpu_threads: int = Field(0, ge=0, description="threads of one CPU matmul; 0 takes torch's default")
+    log_level: LogLevel = Field("info", description="critical, error, warning, info or debug")
+
+    @field_validator("model", "random_layer", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
+            raise ValueError("it must be auto, cpu, cuda or cuda:INDEX")
+        return value
+
+    def sources(self) -> tuple[ModelSource, ...]:
+        """The checkpoints to serve; the embedded demo where nothing is named. Errors: SettingsError."""
+        texts = self.model or (() if self.random_layer else (DEMO,))
+        return tuple(_source(text) for text in texts)
+
+    def random_layers(self) -> tuple[RandomLayer, ...]:
+        return tuple(_random(text) for text in self.random_layer)
+
+
+def _source(text: str) -> ModelSource:
+    name, equals, path = text.partition("=")
+    if not equals:
+        return ModelSource("", text)
+    if not _NAME.fullmatch(name) or not path:
+        raise SettingsError(
+            f"--model is {text!r}; it must be NAME=PATH or PATH; a name has letters, digits, '.', '_' and '-'",
+            expected="[NAME=]PATH",
+            got=text,
+        )
+    return ModelSource(name, path)
+
+
+def _random(text: str) -> RandomLayer:
+    name, _, shape = text.partition("=")
+    size = _RANDOM.fullmatch(shape)
+    if not _NAME.fullmatch(name) or size is None:
+        raise SettingsError(
+            f"--random-layer is {text!r}; it must be NAME=NxK, such as try=1024x4096",
+            expected="NAME=NxK",
+            got=text,
+        )
+    return RandomLayer(name, int(size[1]), int(size[2]))
+
+
+def load(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Flags over variables over defaults. Errors: SettingsError; argparse exits 2 on an unknown flag."""
+    refuse_unknown_variables(os.environ if environ is None else environ)
+    given = vars(parser().parse_args(list(arguments)))
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(detail) for detail in error.errors())) from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """One flag a field: `max_body_bytes` is --max-body-bytes and GEMMWIRE_MAX_BODY_BYTES."""
+    result = argparse.ArgumentParser(
+        prog="gemmwire-serve",
+        description="Serve MXFP8 linear layers over the Open Inference Protocol. Every option is also a "
+        "variable: --max-queue is GEMMWIRE_MAX_QUEUE. With no option it serves a small real model.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, field in Settings.model_fields.items():
+        repeated = get_args(field.annotation)[:1] == (str,)
+        default = "" if repeated else f" (default {field.default})"
+        result.add_argument(
+            _flag(name),
+            action="append" if repeated else "store",
+            metavar="VALUE",
+            help=f"{field.description}{default}".replace("%", "%%"),
+        )
+    return result
+
+
+def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    """A GEMMWIRE_* variable that is no setting is a typing error, not a comment."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    for name in environ:
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            close = difflib.get_close_matches(name.upper(), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the variables are {', '.join(sorted(known))}"
+            raise SettingsError(f"The variable {name} is no setting of gemmwire-serve; {hint}", got=name)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _explain(detail: Mapping[str, Any]) -> str:
+    name = str(detail["loc"][0])
+    return f"{_flag(name)} (or {PREFIX}{name.upper()}) is {detail['input']!r}: {detail['msg']}"
