@@ -1,0 +1,136 @@
+"""Everything that can go wrong, as one tree.
+
+GemmwireError
+├── WireError               bytes that are not a valid message (either end; it has a code and a status)
+├── InputError              an array that cannot be sent: its type, dtype or rank
+├── TransportError          no answer came
+│   ├── ConnectionFailed    refused, reset, name not resolved
+│   └── TimedOut            the client's own timeout passed
+└── ServerError             an error was answered; `status`, `code`, `expected`, `got`, `request_id`
+    ├── BadRequest          400  the request is wrong; the message says what is needed
+    ├── Unauthorized        401  no API key, or one the server does not know
+    ├── Forbidden           403  the API key lacks the scope
+    ├── NotFound            404  no such layer, version or route
+    ├── Conflict            409  another version of the weights is being served
+    ├── TooLarge            413  send fewer rows, or raise the server's limit
+    ├── Unsupported         415  an encoding or media type that the server does not take
+    ├── Overloaded          429, 503  try again after `retry_after` seconds
+    ├── DeadlineExceeded    504  the deadline sent with the request passed first
+    └── ServerFailed        500 and any other
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class GemmwireError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class WireError(GemmwireError):
+    """A message that breaks the protocol: what was given, what is needed, the way out.
+
+    `code` names the rule for machines, `status` is the HTTP status a server answers with,
+    `expected` and `got` repeat the two sides of the sentence.
+    """
+
+    def __init__(
+        self, code: str, message: str, *, status: int = 400, expected: object = None, got: object = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+        self.expected = expected
+        self.got = got
+
+
+class InputError(GemmwireError, TypeError):
+    """An object that cannot become a tensor; the message says what is accepted and how to convert."""
+
+
+class TransportError(GemmwireError):
+    """No complete answer came back. The server may or may not have seen the request."""
+
+
+class ConnectionFailed(TransportError):
+    """The connection could not be made, or broke before the answer was complete."""
+
+
+class TimedOut(TransportError):
+    """The client's timeout passed before the answer was complete."""
+
+
+class ServerError(GemmwireError):
+    """The server answered, and the answer is an error."""
+
+    statuses: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        code: str = "",
+        expected: object = None,
+        got: object = None,
+        request_id: str = "",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.expected = expected
+        self.got = got
+        self.request_id = request_id
+        self.retry_after = retry_after
+
+
+class BadRequest(ServerError):
+    statuses = (400,)
+
+
+class Unauthorized(ServerError):
+    statuses = (401,)
+
+
+class Forbidden(ServerError):
+    statuses = (403,)
+
+
+class NotFound(ServerError):
+    statuses = (404,)
+
+
+class Conflict(ServerError):
+    statuses = (409,)
+
+
+class TooLarge(ServerError):
+    statuses = (413,)
+
+
+class Unsupported(ServerError):
+    statuses = (415,)
+
+
+class Overloaded(ServerError):
+    statuses = (429, 503)
+
+
+class DeadlineExceeded(ServerError):
+    statuses = (504,)
+
+
+class ServerFailed(ServerError):
+    statuses = (500,)
+
+
+_BY_STATUS: dict[int, type[ServerError]] = {
+    status: kind for kind in ServerError.__subclasses__() for status in kind.statuses
+}
+
+
+def for_status(status: int) -> type[ServerError]:
+    """The class for an HTTP status; any that the tree does not name is a `ServerFailed`."""
+    return _BY_STATUS.get(status, ServerFailed)
