@@ -1,0 +1,209 @@
+"""The pages run: Python blocks against a live server; command lines are held against the tools they call.
+
+In a page's Python the address http://127.0.0.1:8000, where `./dev serve` listens, stands for the test's
+server. A block that cannot run here says so and why on its fence: ```python skip="needs a GPU".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from gemmwire_service.settings import load
+from serving import Served
+from source_tree import ROOT, relative
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ADDRESS = "http://127.0.0.1:8000"
+SHELL = {"sh", "bash", "console"}
+NOT_RUN = {"text", "json", "yaml", "toml", "http", "dockerfile", "promql", "diff"}
+FENCE = re.compile(r'^```(?P<language>\w*)(?: skip="(?P<skip>[^"]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    path: Path
+    line: int
+    language: str
+    code: str
+    skip: str | None
+
+    @property
+    def place(self) -> str:
+        return f"{relative(self.path)}:{self.line}"
+
+
+def blocks(path: Path, text: str) -> list[Block]:
+    """The fenced blocks of a page; `line` is the first of the code."""
+    return [
+        Block(
+            path,
+            text.count("\n", 0, found.start("code")) + 1,
+            found["language"],
+            found["code"],
+            found["skip"],
+        )
+        for found in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for path in PAGES for block in blocks(path, path.read_text())]
+
+
+def commands(block: Block) -> list[str]:
+    """The command lines of a shell block: comments, prompts and continuations taken away, and in a console
+    block the output too."""
+    lines = block.code.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+# How a command line is checked without being run: its words after the name, and the variables before it.
+
+Check = Callable[[list[str], dict[str, str]], None]
+
+
+def check_serve(words: list[str], variables: dict[str, str]) -> None:
+    with patch.dict(os.environ, variables):
+        settings = load([word for word in words if word != "&"])
+    settings.sources()
+    settings.random_layers()
+
+
+def check_dev(words: list[str], variables: dict[str, str]) -> None:
+    script = SourceFileLoader("dev_script", str(ROOT / "dev")).load_module()
+    if words[0] == "serve":
+        check_serve(words[1:], variables)
+    elif words[0] == "bench" and words[1:]:
+        check_file([f"bench/{words[1]}.py"], variables)
+    elif words[0] == "python":
+        check_file(words[1:], variables)
+    else:
+        assert words[0] in (*script.COMMANDS, "--help")
+
+
+def check_make(words: list[str], variables: dict[str, str]) -> None:
+    targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert set(words) <= set(" ".join(targets).split())
+
+
+def check_pip(words: list[str], variables: dict[str, str]) -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = {extra for word in words for extra in re.findall(r"^(?:gemmwire|\.)\[(.*)\]$", word)}
+    assert [extra for name in extras for extra in name.split(",") if f"\n{extra} = [" not in project] == []
+
+
+def check_file(words: list[str], variables: dict[str, str]) -> None:
+    if words and words[0] not in ("-c", "-m"):
+        assert (ROOT / words[0]).is_file()
+
+
+def unchecked(words: list[str], variables: dict[str, str]) -> None:
+    """A tool of others, whose arguments are its own."""
+
+
+CHECKS: dict[str, Check] = {
+    "gemmwire-serve": check_serve,
+    "./dev": check_dev,
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_file,
+    ".ci/run": unchecked,
+    **dict.fromkeys(("git", "cd", "curl", "docker", "export", "kill", "ls", "apt-get"), unchecked),
+}
+
+
+def split(line: str) -> tuple[str, list[str], dict[str, str]]:
+    """`A=1 tool --flag` is ("tool", ["--flag"], {"A": "1"})."""
+    words = shlex.split(line, comments=True)
+    variables: dict[str, str] = {}
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    return words[0], words[1:], variables
+
+
+# The tests.
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_python_blocks_run_in_order(path: Path, request: pytest.FixtureRequest) -> None:
+    """Guards: a first screen that raises. One namespace a page, as a reader's session has."""
+    runnable = [
+        block for block in BLOCKS if block.path == path and block.language == "python" and not block.skip
+    ]
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in runnable:
+        server: Served = request.getfixturevalue("server")
+        # Blank lines before the code make a traceback name the page's own line.
+        code = "\n" * (block.line - 1) + block.code.replace(ADDRESS, server.url)
+        exec(compile(code, str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.skip], ids=lambda block: block.place)
+def test_blocks_that_cannot_run_here_say_why(block: Block) -> None:
+    pytest.skip(f"{block.place}: {block.skip}")
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        pytest.param(block, line, id=f"{block.place}: {line}")
+        for block in BLOCKS
+        if block.language in SHELL
+        for line in commands(block)
+    ],
+)
+def test_command_lines_are_right(block: Block, line: str) -> None:
+    """Guards: an option that was renamed, a script that was moved, an extra that is not there."""
+    tool, words, variables = split(line)
+    assert tool in CHECKS, f"{block.place}: teach CHECKS how {tool} is checked"
+    CHECKS[tool](words, variables)
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    """Guards: a block that no test reads because its language is misspelt."""
+    known = {"python", *SHELL, *NOT_RUN}
+    assert [f"{block.place} {block.language!r}" for block in BLOCKS if block.language not in known] == []
+
+
+def test_every_fence_is_read() -> None:
+    """Guards: a block that the pattern misses, because its fence is indented or has words of its own."""
+    fences = {relative(path): len(re.findall(r"^\s*(?:```|~~~)", path.read_text(), re.M)) for path in PAGES}
+    read = {relative(path): 2 * sum(block.path == path for block in BLOCKS) for path in PAGES}
+    assert fences == read
+
+
+def test_the_readme_shows_both_ends() -> None:
+    """Guards: the tests above, passing because the page has nothing to run."""
+    languages = {block.language for block in BLOCKS if block.path.name == "README.md" and not block.skip}
+    assert "python" in languages
+    assert languages & SHELL
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("gemmwire-serve --prt 9000", id="unknown-flag"),
+        pytest.param("GEMMWIRE_PORT=nine ./dev serve", id="bad-variable"),
+        pytest.param("gemmwire-serve --random-layer try=4096", id="bad-value"),
+        pytest.param("./dev bench nothing", id="no-such-bench"),
+        pytest.param("./dev run", id="no-such-command"),
+        pytest.param("make run", id="no-such-target"),
+        pytest.param('pip install "gemmwire[everything]"', id="no-such-extra"),
+        pytest.param("python examples/nothing.py", id="no-such-file"),
+    ],
+)
+def test_a_wrong_command_line_is_seen(line: str) -> None:
+    tool, words, variables = split(line)
+    with pytest.raises((Exception, SystemExit)):
+        CHECKS[tool](words, variables)
