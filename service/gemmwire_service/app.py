@@ -1,4 +1,4 @@
-"""create_app(settings): the control plane as FastAPI routes, infer as a bare ASGI endpoint on the same app."""
+"""create_app(settings): the control plane as FastAPI routes, infer as a bare ASGI endpoint."""
 
 from __future__ import annotations
 

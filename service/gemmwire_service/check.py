@@ -29,8 +29,8 @@ def check(layer: Layer, weight: MxWeight, probe: Probe | None, device: Device) -
     if not arithmetic <= TOLERANCE:
         raise BackendError(
             f"Backend {layer.backend.name!r} computes layer {layer.name!r} wrongly: its relative error "
-            f"against the dequantized operands is {arithmetic:.3g}, at most {TOLERANCE:.3g} is right; choose another "
-            "with --backend",
+            f"against the dequantized operands is {arithmetic:.3g}, at most {TOLERANCE:.3g} "
+            "is right; choose another with --backend",
             expected=TOLERANCE,
             got=arithmetic,
         )

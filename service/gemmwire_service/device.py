@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from .backlog import Answer, Backlog, Item
 from .buckets import Ladder
 from .layer import Layer
 from .stats import BatchTimes
+
+log = logging.getLogger("gemmwire.device")
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
@@ -92,7 +95,10 @@ class Device:
             torch.set_num_threads(self._cpu_threads)
         with torch.inference_mode():
             for job in self._jobs():
-                job.run()
+                try:
+                    job.run()
+                except Exception:  # a job tells its own waiters; the thread serves on
+                    log.exception("a job failed on the device thread")
 
     def _jobs(self) -> Iterator[Job]:
         """Run batches until the queue ends; yield each job once the requests before it are done."""
@@ -197,6 +203,8 @@ _END = object()
 def _matrix(item: Item) -> Tensor:
     """The request's tensor as [rows, K], a view of the bytes that came."""
     view = memoryview(item.x.data)
+    if view.readonly:  # numbers that came as JSON; torch takes writable memory only
+        view = memoryview(bytearray(view))
     return torch.frombuffer(view, dtype=TORCH_DTYPES[item.x.datatype]).view(item.rows, item.layer.spec.k)
 
 
@@ -210,6 +218,6 @@ def _split(out: Tensor, batch: list[Item], n: int) -> list[Tensor]:
 
 
 def _answer(item: Item, y: Tensor, layer: Layer, bucket: int, times: BatchTimes) -> Answer:
-    data = memoryview(y.view(-1).view(torch.uint8).numpy())
+    data = y.view(-1).view(torch.uint8).numpy().data
     queue_us = (times.began - item.arrived) // 1000
     return Answer(data, layer.version, bucket, queue_us, times.device // 1000)

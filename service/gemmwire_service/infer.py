@@ -52,7 +52,8 @@ class InferEndpoint:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers: Headers = dict(scope["headers"])
         try:
-            status, reply, buffers = 200, *await self._answer(scope["path_params"], headers, receive)
+            reply, buffers = await self._answer(scope["path_params"], headers, receive)
+            status = 200
         except ClientLeft:
             return
         except (WireError, EngineError) as error:

@@ -1,4 +1,4 @@
-"""From settings to served layers: open a checkpoint, choose a backend, prepare, check, one layer at a time."""
+"""From settings to served layers: open, choose a backend, prepare, check, one layer at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .backends import select
 from .backends.base import LayerSpec
 from .buckets import Ladder
 from .check import check
-from .checkpoint import LayerWeights, open_checkpoint
+from .checkpoint import Checkpoint, LayerWeights, open_checkpoint
+from .checkpoint.base import listed
 from .device import Device
 from .engine import Engine
 from .errors import SettingsError
@@ -76,8 +77,7 @@ def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[
 
 def _load_checkpoint(source: ModelSource, choice: str, device: Device) -> Iterator[Layer]:
     checkpoint = open_checkpoint(Path(source.path))
-    for skipped in checkpoint.skipped:
-        log.info("%s: skipped %s: %s", source.path, skipped.name, skipped.reason)
+    _tell(source.path, checkpoint)
     names = checkpoint.names()
     for number, name in enumerate(names, 1):
         n, k, bias = checkpoint.spec(name)
@@ -85,6 +85,17 @@ def _load_checkpoint(source: ModelSource, choice: str, device: Device) -> Iterat
         select(LayerSpec(full, n, k, bias), device.device, choice)  # refuse before the weight is read
         log.debug("%s: layer %d of %d, %s [%d, %d]", source.path, number, len(names), name, n, k)
         yield _serve(checkpoint.read(name), source.path, choice, device, full)
+
+
+def _tell(path: str, checkpoint: Checkpoint) -> None:
+    """Log what its reader should know of the checkpoint; one line for all that was skipped for one reason."""
+    for note in checkpoint.notes:
+        log.info("%s: %s", path, note)
+    by_reason: dict[str, list[str]] = {}
+    for skipped in checkpoint.skipped:
+        by_reason.setdefault(skipped.reason, []).append(skipped.name)
+    for reason, names in by_reason.items():
+        log.info("%s: skipped %d (%s): %s", path, len(names), reason, listed(names))
 
 
 def _serve(weights: LayerWeights, source: str, choice: str, device: Device, name: str = "") -> Layer:

@@ -92,7 +92,7 @@ def _source(text: str) -> ModelSource:
         return ModelSource("", text)
     if not _NAME.fullmatch(name) or not path:
         raise SettingsError(
-            f"--model is {text!r}; it must be NAME=PATH or PATH; a name has letters, digits, '.', '_' and '-'",
+            f"--model is {text!r}; it must be NAME=PATH or PATH; NAME has letters, digits and '._-'",
             expected="[NAME=]PATH",
             got=text,
         )

@@ -1,0 +1,26 @@
+"""The uvicorn server that carries the app."""
+
+from __future__ import annotations
+
+import uvicorn
+from fastapi import FastAPI
+
+from .settings import Settings
+
+# Longer than the pools of common clients and proxies keep a connection, so that they close it, not we.
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning" if settings.log_level == "info" else settings.log_level,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            backlog=BACKLOG,
+        )
+    )

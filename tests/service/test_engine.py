@@ -1,0 +1,389 @@
+"""The engine on an event loop: coalescing, fairness, bounds, cancellation, deadlines, failures, order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gemmwire.wire import Tensor as WireTensor
+from gemmwire_service.backends import select
+from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight
+from gemmwire_service.backends.emulation import Emulation
+from gemmwire_service.backlog import Answer, Item
+from gemmwire_service.buckets import Ladder
+from gemmwire_service.device import Device, Job
+from gemmwire_service.engine import Engine, State
+from gemmwire_service.errors import DeadlineExceeded, DeviceFailed, Draining, NotReady, QueueFull
+from gemmwire_service.layer import Layer
+from gemmwire_service.mxfp8.weight import MxWeight
+from http_calls import datatype, raw
+from oracle import assert_rows_close, reference, spread
+
+CPU = torch.device("cpu")
+N, K = 64, 96
+
+
+class Recording(Emulation):
+    """The real emulation, which notes each forward and can be told to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards: list[tuple[PreparedWeight, int]] = []
+        self.failing = False
+
+    def forward(self, x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
+        self.forwards.append((weight, plan.bucket))
+        if self.failing:
+            raise RuntimeError("an illegal memory access was encountered")
+        super().forward(x, weight, plan, out)
+
+
+@dataclass
+class Rig:
+    """An engine of layers 'a' and 'b' whose device can be held, so that requests wait."""
+
+    engine: Engine
+    backend: Recording
+    weights: dict[str, Tensor]
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def hold(self) -> None:
+        """The device does nothing more until `release`."""
+        self.gate.clear()
+        self.engine._device.put(Job(lambda: _wait(self.gate)))
+
+    def release(self) -> None:
+        self.gate.set()
+
+    def submit(self, layer: str, x: Tensor, deadline: int | None = None) -> Item:
+        tensor = WireTensor("x", datatype(x), tuple(x.shape), bytearray(raw(x)))
+        return self.engine.submit(self.engine.layers[layer], tensor, x.shape[0], datatype(x), deadline)
+
+    async def answer(self, layer: str, x: Tensor) -> Tensor:
+        return as_tensor(await self.submit(layer, x).future, x)
+
+
+def _wait(gate: threading.Event) -> None:
+    assert gate.wait(30), "the test did not release the device"
+
+
+def as_tensor(answer: Answer, x: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(answer.data), dtype=x.dtype).view(x.shape[0], N)
+
+
+@asynccontextmanager
+async def rig(
+    max_bucket: int = 16, max_queue: int = 64, max_queue_bytes: int = 1 << 20
+) -> AsyncIterator[Rig]:
+    backend = Recording()
+    weights = {name: spread(N, K, seed=seed) for seed, name in enumerate("ab")}
+
+    def load(device: Device) -> Iterable[Layer]:
+        for name, weight in weights.items():
+            spec = LayerSpec(name, N, K, bias=False)
+            selection = select(spec, CPU)
+            prepared = backend.prepare(MxWeight.from_float(weight), CPU)
+            layer = Layer(spec, selection, prepared, "test", "F32")
+            object.__setattr__(layer.selection, "backend", backend)
+            yield layer
+
+    engine = Engine(
+        lambda report: Device(CPU, Ladder.up_to(max_bucket), report),
+        load,
+        max_queue=max_queue,
+        max_queue_bytes=max_queue_bytes,
+    )
+    engine.start()
+    while engine.state is State.LOADING:
+        await asyncio.sleep(0.001)
+    assert engine.failure is None, engine.failure
+    rig = Rig(engine, backend, weights)
+    try:
+        yield rig
+    finally:
+        rig.release()
+        await engine.stop()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_waiting_requests_of_a_layer_share_one_forward_and_each_gets_its_rows() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            xs = [
+                spread(m, K, seed=m).to(dtype)
+                for m, dtype in [(1, torch.bfloat16), (3, torch.float32), (2, torch.bfloat16)]
+            ]
+            r.hold()
+            items = [r.submit("a", x) for x in xs]
+            r.release()
+            answers = [await item.future for item in items]
+            assert [bucket for _, bucket in r.backend.forwards] == [8]
+            assert {answer.bucket for answer in answers} == {8}
+            for x, answer in zip(xs, answers, strict=True):
+                assert_rows_close(as_tensor(answer, x), reference(x, r.weights["a"]))
+
+    run(test)
+
+
+def test_a_row_has_the_same_bits_whatever_shares_its_bucket() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            x = spread(5, K, seed=3)
+            alone = await r.answer("a", x)  # bucket 8
+            r.hold()
+            first, second = r.submit("a", spread(2, K, seed=8) * float("nan")), r.submit("a", x)
+            r.release()
+            await first.future
+            together = as_tensor(await second.future, x)
+            assert r.backend.forwards[-1][1] == 8
+            assert torch.equal(together, alone)
+
+    run(test)
+
+
+def test_a_batch_never_passes_the_largest_bucket() -> None:
+    async def test() -> None:
+        async with rig(max_bucket=4) as r:
+            r.hold()
+            items = [r.submit("a", spread(3, K, seed=seed)) for seed in range(3)]
+            r.release()
+            await asyncio.gather(*(item.future for item in items))
+            assert [bucket for _, bucket in r.backend.forwards] == [4, 4, 4]
+
+    run(test)
+
+
+def test_rows_beyond_the_largest_bucket_go_in_chunks_of_one_request() -> None:
+    async def test() -> None:
+        async with rig(max_bucket=4) as r:
+            x = spread(11, K, seed=2)
+            y = await r.answer("a", x)
+            assert [bucket for _, bucket in r.backend.forwards] == [4, 4, 4]
+            assert_rows_close(y, reference(x, r.weights["a"]))
+
+    run(test)
+
+
+def test_a_busy_layer_does_not_starve_another() -> None:
+    async def test() -> None:
+        async with rig(max_bucket=1) as r:
+            r.hold()
+            busy = [r.submit("a", spread(1, K, seed=seed)) for seed in range(6)]
+            other = r.submit("b", spread(1, K))
+            r.release()
+            await asyncio.gather(other.future, *(item.future for item in busy))
+            served = [weight is r.engine.layers["b"].weight for weight, _ in r.backend.forwards]
+            assert served.index(True) == 1, "b waits for one forward of a, not for all of them"
+
+    run(test)
+
+
+def test_a_cancelled_request_never_reaches_the_device() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.hold()
+            items = [r.submit("a", spread(1, K, seed=seed)) for seed in range(3)]
+            for item in items:
+                item.future.cancel()
+            r.release()
+            await r.answer("b", spread(1, K))
+            assert [weight for weight, _ in r.backend.forwards] == [r.engine.layers["b"].weight]
+            assert (r.engine.waiting, r.engine.waiting_bytes) == (0, 0)
+
+    run(test)
+
+
+def test_a_deadline_that_passes_in_the_queue_is_answered_at_once_and_not_computed() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.hold()
+            item = r.submit("a", spread(1, K), time.monotonic_ns() + 5_000_000)
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.wait_for(item.future, 10)  # the device is still held
+            r.release()
+            await r.answer("b", spread(1, K))
+            assert len(r.backend.forwards) == 1
+            assert r.engine.waiting == 0
+
+    run(test)
+
+
+def test_a_deadline_already_passed_is_refused() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            with pytest.raises(DeadlineExceeded):
+                r.submit("a", spread(1, K), time.monotonic_ns() - 1)
+            assert r.engine.waiting == 0
+
+    run(test)
+
+
+def test_the_queue_is_bounded_in_requests_and_recovers() -> None:
+    async def test() -> None:
+        async with rig(max_queue=3) as r:
+            r.hold()
+            items = [r.submit("a", spread(1, K)) for _ in range(3)]
+            with pytest.raises(QueueFull, match="3"):
+                r.submit("a", spread(1, K))
+            r.release()
+            await asyncio.gather(*(item.future for item in items))
+            await r.answer("a", spread(1, K))
+
+    run(test)
+
+
+def test_the_queue_is_bounded_in_bytes_but_takes_one_request_of_any_size() -> None:
+    async def test() -> None:
+        async with rig(max_queue_bytes=K * 4) as r:
+            await r.answer("a", spread(9, K))
+            r.hold()
+            item = r.submit("a", spread(1, K))
+            with pytest.raises(QueueFull, match="bytes"):
+                r.submit("a", spread(1, K))
+            r.release()
+            await item.future
+
+    run(test)
+
+
+def test_cancelled_requests_hold_their_place_until_the_device_drops_them() -> None:
+    """Else a client that connects and leaves again and again would fill memory behind the bound's back."""
+
+    async def test() -> None:
+        async with rig(max_queue=2) as r:
+            r.hold()
+            for _ in range(2):
+                r.submit("a", spread(1, K)).future.cancel()
+            with pytest.raises(QueueFull):
+                r.submit("a", spread(1, K))
+
+    run(test)
+
+
+def test_a_device_failure_is_the_answer_of_its_batch_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.backend.failing = True
+            with pytest.raises(DeviceFailed, match="'a'"):
+                await r.answer("a", spread(1, K))
+            r.backend.failing = False
+            x = spread(1, K)
+            assert_rows_close(await r.answer("a", x), reference(x, r.weights["a"]))
+            assert r.engine.layers["a"].stats.fail.count == 1
+
+    run(test)
+    assert "illegal memory access" in caplog.text
+
+
+def test_a_job_runs_between_the_requests_before_and_after_it() -> None:
+    async def test() -> None:
+        async with rig(max_bucket=1) as r:
+            seen: list[int] = []
+            r.hold()
+            before = [r.submit("a", spread(1, K)) for _ in range(2)]
+            r.engine._device.put(Job(lambda: seen.append(len(r.backend.forwards))))
+            after = r.submit("a", spread(1, K))
+            r.release()
+            await asyncio.gather(after.future, *(item.future for item in before))
+            assert seen == [2]
+
+    run(test)
+
+
+def test_a_job_that_raises_does_not_end_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.engine._device.put(Job(lambda: 1 / 0))  # type: ignore[arg-type,return-value]
+            await r.answer("a", spread(1, K))
+
+    run(test)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_stopping_answers_what_waits_and_refuses_what_comes() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.hold()
+            x = spread(2, K)
+            item = r.submit("a", x)
+            stopping = asyncio.create_task(r.engine.stop())
+            await asyncio.sleep(0)
+            with pytest.raises(Draining):
+                r.submit("a", x)
+            r.release()
+            await stopping
+            assert_rows_close(as_tensor(await item.future, x), reference(x, r.weights["a"]))
+
+    run(test)
+
+
+def test_before_loading_has_ended_requests_are_refused() -> None:
+    async def test() -> None:
+        gate = threading.Event()
+
+        def load(device: Device) -> Iterable[Layer]:
+            _wait(gate)
+            return []
+
+        engine = Engine(
+            lambda report: Device(CPU, Ladder.up_to(1), report), load, max_queue=1, max_queue_bytes=1
+        )
+        engine.start()
+        with pytest.raises(NotReady, match="loading"):
+            engine.refuse_unless_ready()
+        gate.set()
+        await engine.stop()
+
+    run(test)
+
+
+def test_a_failed_load_is_a_state_with_its_reason() -> None:
+    async def test() -> None:
+        def load(device: Device) -> Iterable[Layer]:
+            raise RuntimeError("no such file")
+
+        ended = asyncio.Event()
+        engine = Engine(
+            lambda report: Device(CPU, Ladder.up_to(1), report),
+            load,
+            max_queue=1,
+            max_queue_bytes=1,
+            on_loaded=lambda _: ended.set(),
+        )
+        engine.start()
+        await asyncio.wait_for(ended.wait(), 10)
+        assert (engine.state, str(engine.failure)) == (State.FAILED, "no such file")
+        with pytest.raises(NotReady, match="failed"):
+            engine.refuse_unless_ready()
+        await engine.stop()
+
+    run(test)
+
+
+def test_statistics_count_rows_and_batches() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.hold()
+            items = [r.submit("a", spread(m, K)) for m in (1, 2)]
+            r.release()
+            await asyncio.gather(*(item.future for item in items))
+            await asyncio.sleep(0)
+            stats: Any = r.engine.layers["a"].stats.document("a", 1)
+            assert (stats["inference_count"], stats["execution_count"]) == (3, 1)
+            assert stats["inference_stats"]["success"]["count"] == 2
+            assert [batch["batch_size"] for batch in stats["batch_stats"]] == [4]
+            assert stats["last_inference"] > 0
+
+    run(test)

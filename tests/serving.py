@@ -1,0 +1,58 @@
+"""A real server on a real socket, in a thread of the test process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gemmwire_service.app import create_app
+from gemmwire_service.engine import Engine, State
+from gemmwire_service.listener import bind, url
+from gemmwire_service.server import make_server
+from gemmwire_service.settings import Settings
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    port: int
+    engine: Engine
+
+
+def settings(**fields: object) -> Settings:
+    """Settings for a test: the port is free, the device the CPU."""
+    return Settings.model_validate({"port": 0, "device": "cpu", **fields})
+
+
+@contextmanager
+def serving(options: Settings, *, wait: bool = True) -> Iterator[Served]:
+    """Serve until the block ends; with `wait`, from the moment the layers are ready."""
+    listener = bind(options.host, options.port)
+    app = create_app(options)
+    engine: Engine = app.state.engine
+    server = make_server(app, options)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started, "the server did not start")
+        if wait:
+            until(lambda: engine.state is not State.LOADING, "the layers were not loaded")
+            if engine.failure is not None:
+                raise engine.failure
+        yield Served(url(listener, options.host), listener.getsockname()[1], engine)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        listener.close()
+
+
+def until(condition: Callable[[], object], failure: str, seconds: float = 30.0) -> None:
+    """Wait for a condition, and fail with a sentence where it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(failure)
+        time.sleep(0.002)
