@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -233,16 +234,23 @@ def test_it_reads_on_an_old_python() -> None:
 
 # From here on the script runs as a process.
 
-TWICE = """
-import importlib.util, subprocess, sys, time
+PRELUDE = """
+import importlib.util, os, signal, subprocess, sys, time
 from importlib.machinery import SourceFileLoader
 loader = SourceFileLoader("dev_script", sys.argv[1])
 dev = importlib.util.module_from_spec(importlib.util.spec_from_loader("dev_script", loader))
 loader.exec_module(dev)
 
-def install(level, stamp, descriptor):
+def note(word):
     with open(sys.argv[2], "a") as log:
-        log.write("begin\\n"); log.flush(); time.sleep(0.5); log.write("end\\n")
+        log.write(word + "\\n")
+"""
+
+INSTALLS = """
+def install(level, stamp):
+    note("begin")
+    time.sleep(0.3)
+    note("end")
     dev.VENV.joinpath("bin").mkdir(parents=True)
     dev.PYTHON.symlink_to(sys.executable)
     dev.write_stamp(dev.wanted(level))
@@ -251,14 +259,32 @@ dev.install = install
 dev.ensure("dev")
 """
 
+DIES_WHILE_PIP_WORKS = """
+pip = "import os, signal, sys, time; os.kill(os.getppid(), signal.SIGKILL); time.sleep(0.5)"
+pip += "; open(sys.argv[1], 'a').write('orphan\\\\n')"
+dev.install = lambda level, stamp: dev.run(sys.executable, "-c", pip, sys.argv[2])
+dev.ensure("dev")
+"""
 
-def test_two_at_once_install_once(root: Path, tmp_path: Path) -> None:
+
+def start(program: str, root: Path) -> subprocess.Popen[bytes]:
+    """A process that has loaded the script of `root` and notes what it does in `root`/log."""
+    command = [sys.executable, "-c", PRELUDE + program, str(root / "dev"), str(root / "log")]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+def test_several_at_once_install_once(root: Path) -> None:
     """Guards: two pips in one environment."""
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", TWICE, str(root / "dev"), str(log)]
-    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(3)]
+    processes = [start(INSTALLS, root) for _ in range(3)]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
-    assert log.read_text().split() == ["begin", "end"]
+    assert (root / "log").read_text().split() == ["begin", "end"]
+
+
+def test_the_pip_of_a_killed_script_is_waited_for(root: Path) -> None:
+    """Guards: an environment that is made anew under a pip that still writes into it."""
+    assert start(DIES_WHILE_PIP_WORKS, root).wait(60) == -signal.SIGKILL
+    assert start(INSTALLS, root).wait(60) == 0
+    assert (root / "log").read_text().split() == ["orphan", "begin", "end"]
 
 
 @pytest.fixture

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .errors import ServiceError
 from .listener import bind, url
 from .settings import Settings, load
+
+if TYPE_CHECKING:
+    import uvicorn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +47,19 @@ def serve(settings: Settings) -> int:
 
     app = create_app(settings, on_loaded)
     server = make_server(app, settings)
+    _stop_on_signals(server)
     server.run(sockets=[listener])
     return _status(app.state.engine.failure)
+
+
+def _stop_on_signals(server: uvicorn.Server) -> None:
+    """uvicorn raises the signal again once it has stopped; here it ends in nothing, and so in status 0."""
+
+    def stop(number: int, frame: object) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
 
 
 def _status(failure: Exception | None) -> int:

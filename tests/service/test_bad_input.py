@@ -141,7 +141,7 @@ def test_routes_that_are_not_there(server: Served, method: str, path: str, statu
 def narrow(checkpoint: object) -> Iterator[Served]:
     """A server with small limits."""
     options = settings(
-        model=(f"m={checkpoint}",), random_layer=("tall=4096x1",), max_body_bytes=4096, max_json_bytes=2048
+        model=(f"m={checkpoint}",), random_layer=("tall=4096x1",), max_body_bytes=8192, max_json_bytes=2048
     )
     with serving(options) as served:
         yield served
@@ -158,7 +158,7 @@ def test_a_declared_body_above_the_limit_is_refused_before_it_is_sent(narrow: Se
 
 
 def test_a_chunked_body_is_cut_off_at_the_limit(narrow: Served) -> None:
-    pieces = (b"\0" * 1024 for _ in range(8))
+    pieces = (b"\0" * 1024 for _ in range(16))
     reply = call(narrow, "POST", "/v2/models/m.plain/infer", pieces)
     assert (reply.status, reply.json["code"]) == (413, "body_too_large")
 
@@ -170,7 +170,7 @@ def test_an_unknown_layer_is_refused_before_its_body_is_sent(narrow: Served) -> 
 
 
 def test_json_has_its_own_limit(narrow: Served) -> None:
-    reply = infer(narrow, "m.plain", json_message(torch.full((4, 128), 0.123456)))
+    reply = infer(narrow, "m.plain", json_message(torch.full((2, 128), 0.123456)))
     assert (reply.status, reply.json["code"]) == (413, "json_too_large")
     assert "binary" in reply.json["error"]
 

@@ -1,0 +1,130 @@
+"""gemmwire-serve as a process: what it prints, how it fails, how it stops."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+COMMAND = [sys.executable, "-m", "gemmwire_service"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GEMMWIRE_")}
+    return kept | {"PYTHONUNBUFFERED": "1"} | variables
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """gemmwire-serve on a free port, from the moment it says ready -> (process, lines it printed)."""
+    with subprocess.Popen(
+        [*COMMAND, "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as running:
+        assert running.stdout is not None
+        printed: list[str] = []
+        try:
+            for line in running.stdout:
+                printed.append(line.rstrip("\n"))
+                if " -c " in line:
+                    break
+            yield running, printed
+        finally:
+            if running.poll() is None:
+                running.kill()
+
+
+def fails(*arguments: str, **variables: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, env=environment(**variables), timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+def test_with_no_option_it_serves_a_real_model_and_the_printed_line_works() -> None:
+    with process() as (running, printed):
+        text = "\n".join(printed)
+        assert "29 layers" in text
+        assert re.search(r"demo\.blocks\.0\.ffn\.W2 +128 +341 +emulation +\d\.\d\d %", text)
+        assert "ready on http://127.0.0.1:" in text
+        # The line is meant for a shell in the folder where the server was started.
+        answer = subprocess.run(
+            shlex.split(printed[-1]),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(),
+        )
+        assert answer.returncode == 0, answer.stderr
+        assert "[[" in answer.stdout
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_it_stops_with_status_0(number: signal.Signals) -> None:
+    with process("--random-layer", "r=8x64") as (running, _):
+        running.send_signal(number)
+        assert running.wait(30) == 0
+
+
+def test_a_checkpoint_that_is_not_there_ends_it_with_status_1_and_the_reason() -> None:
+    status, said = fails("--model", "m=/nowhere/model.safetensors", "--port", "0")
+    assert status == 1
+    assert "/nowhere/model.safetensors" in said
+    assert "Traceback" not in said
+
+
+def test_a_truncated_checkpoint_ends_it_with_status_1_and_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    status, said = fails("--model", f"m={path}", "--port", "0")
+    assert status == 1
+    assert str(path) in said
+    assert "Traceback" not in said
+
+
+def test_a_backend_that_cannot_run_here_is_refused_with_its_reason() -> None:
+    status, said = fails("--backend", "flashinfer_trtllm", "--port", "0")
+    assert status == 1
+    assert "flashinfer_trtllm" in said
+    assert "emulation" in said
+    assert "Traceback" not in said
+
+
+def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, said = fails("--port", str(port))
+    assert (status, f"127.0.0.1:{port}" in said, "Traceback" in said) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "named"),
+    [
+        (["--prot", "1"], {}, "--prot"),
+        (["--port", "x"], {}, "--port"),
+        ([], {"GEMMWIRE_PROT": "1"}, "GEMMWIRE_PORT"),
+        (["--device", "cuda", "--port", "0"], {"CUDA_VISIBLE_DEVICES": ""}, "--device cpu"),
+    ],
+    ids=["unknown-flag", "wrong-value", "unknown-variable", "no-cuda"],
+)
+def test_wrong_settings_end_it_with_status_2(
+    arguments: list[str], variables: dict[str, str], named: str
+) -> None:
+    status, said = fails(*arguments, **variables)
+    assert (status, named in said, "Traceback" in said) == (2, True, False), said
