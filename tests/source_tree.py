@@ -7,7 +7,9 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +56,15 @@ def relative(path: Path) -> str:
 def package_of(path: Path) -> str:
     """The dotted package that a relative import in `path` starts from."""
     return ".".join(path.parent.relative_to(ROOT).parts[1:])
+
+
+def dev_script(path: Path = ROOT / "dev") -> ModuleType:
+    """The ./dev script as a module; it has no .py to be imported by."""
+    loader = SourceFileLoader("dev_script", str(path))
+    module = ModuleType(loader.name)
+    module.__file__ = str(path)
+    loader.exec_module(module)
+    return module
 
 
 def imports(source: str, package: str) -> Iterator[Import]:

@@ -6,7 +6,6 @@ pip and venv are replaced, so nothing here needs a network.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import shutil
@@ -14,14 +13,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from source_tree import ROOT
+from source_tree import ROOT, dev_script
 
 INDEX = "WARNING: experimental\ntorch (2.99.0)\nAvailable versions: {}\n"
 OFFLINE = "WARNING: Retrying (total=0): connection refused\nERROR: No matching distribution found for torch"
@@ -56,16 +54,6 @@ def make_environment(root: Path) -> None:
     (root / ".venv" / "bin" / "python").symlink_to(sys.executable)
 
 
-def load(root: Path) -> ModuleType:
-    loader = SourceFileLoader("dev_script", str(root / "dev"))
-    spec = importlib.util.spec_from_loader("dev_script", loader)
-    if spec is None:
-        raise ImportError(f"{root / 'dev'} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A clone with the script and what it reads."""
@@ -81,7 +69,7 @@ def pip(root: Path) -> Pip:
 
 @pytest.fixture
 def dev(root: Path, pip: Pip, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    module = load(root)
+    module = dev_script(root / "dev")
     monkeypatch.setattr(module.subprocess, "run", pip)
     yield module
     monkeypatch.undo()
@@ -235,11 +223,11 @@ def test_it_reads_on_an_old_python() -> None:
 # From here on the script runs as a process.
 
 PRELUDE = """
-import importlib.util, os, signal, subprocess, sys, time
-from importlib.machinery import SourceFileLoader
-loader = SourceFileLoader("dev_script", sys.argv[1])
-dev = importlib.util.module_from_spec(importlib.util.spec_from_loader("dev_script", loader))
-loader.exec_module(dev)
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from source_tree import dev_script
+dev = dev_script(Path(sys.argv[1]))
 
 def note(word):
     with open(sys.argv[2], "a") as log:
@@ -269,7 +257,8 @@ dev.ensure("dev")
 
 def start(program: str, root: Path) -> subprocess.Popen[bytes]:
     """A process that has loaded the script of `root` and notes what it does in `root`/log."""
-    command = [sys.executable, "-c", PRELUDE + program, str(root / "dev"), str(root / "log")]
+    arguments = [root / "dev", root / "log", ROOT / "tests"]
+    command = [sys.executable, "-c", PRELUDE + program, *map(str, arguments)]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
@@ -291,7 +280,7 @@ def test_the_pip_of_a_killed_script_is_waited_for(root: Path) -> None:
 def installed(root: Path) -> Path:
     """A clone whose environment is up to date."""
     make_environment(root)
-    stamp = load(root).wanted("dev")
+    stamp = dev_script(root / "dev").wanted("dev")
     (root / ".venv" / ".gemmwire").write_text(json.dumps(stamp))
     return root
 
