@@ -1,0 +1,121 @@
+"""Fake quantization: x rounded to what its MXFP8 form stands for, in BF16, without making that form.
+
+This is the hot path of a forward on a CPU, hence few passes and no allocation. How a tile is rounded:
+
+1. The scale 2^(s-127) of a block follows from the bits of its amax. For a BF16 amax with exponent field e and
+   mantissa field f (7 bits), s = e - 8 + (f > 96), because 448 is 1.75 * 2^8 and 1 + 96/128 is 1.75. Adding
+   31 to the mantissa field carries into the exponent field exactly if f > 96.
+2. Each magnitude is divided by its scale in FP32, which is exact.
+3. It is rounded to E4M3 by adding and subtracting 2^20 * step, where step = max(magnitude, 2^-6). The sum has
+   an ulp of 2^(E-3), where E is the exponent of step: the spacing of normal E4M3 numbers at E, and 2^-9, the
+   spacing of the subnormal ones, below 2^-6. Since a BF16 magnitude has 8 significant bits, the sum does not
+   reach the next power of two, and 2^20 * step is an even multiple of the ulp, so that ties go to even.
+4. It is multiplied by its scale and takes the sign of x, that of a zero too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemmwire_service.mxfp8.format import BLOCK
+
+_TILE = 1 << 17  # elements rounded at once: the FP32 buffers of a tile fit into the L2 cache of a core
+_SMALLEST_NORMAL = 2.0**-6  # of E4M3
+_SHIFT = 1 << 20
+
+# Tensors, because a Python number costs each operation a microsecond more.
+_MAGNITUDE = torch.tensor(0x7FFF, dtype=torch.int16)
+_EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32)
+_ROUND_UP = torch.tensor((31 << 16) - (8 << 23), dtype=torch.int32)
+_TWICE_BIAS = torch.tensor(254 << 23, dtype=torch.int32)
+
+
+def fake_quantize(x: Tensor, out: Tensor, workspace: Workspace | None = None) -> None:
+    """out = dequantize(*quantize(x)) to the bit, but NaN where x is NaN or Inf.
+
+    x, out: BF16 [m, K], K a multiple of 32; out may be a strided slice. A magnitude that rounds to 2^128
+    becomes Inf. The NaN is what keeps a non-finite row apart: every dot product over the row is then NaN.
+    `workspace`, of this K and device, saves the allocations. Raises TypeError for other dtypes.
+    """
+    if x.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
+        raise TypeError(f"x is {x.dtype} and out {out.dtype}: both have to be bfloat16")
+    if workspace is None:
+        workspace = Workspace(x.shape[0], x.shape[1], x.device)
+    for source, target in zip(torch.split(x, workspace.rows), torch.split(out, workspace.rows), strict=True):
+        _round_tile(source, target, workspace.tile(source.shape[0]))
+
+
+class Workspace:
+    """The buffers of fake_quantize for m rows of K, which it works through in tiles of `rows` rows.
+
+    For one call at a time. Raises ValueError unless K is a positive multiple of 32.
+    """
+
+    def __init__(self, m: int, k: int, device: torch.device) -> None:
+        if k < 1 or k % BLOCK:
+            raise ValueError(
+                f"K={k} does not split into blocks: a multiple of {BLOCK} is needed; pad with zeros"
+            )
+        self.rows = max(1, min(m, _TILE // k))
+        self._whole = _Tile.allocate(self.rows, k, device)
+        self._tiles = {self.rows: self._whole}
+
+    def tile(self, rows: int) -> _Tile:
+        """The buffers of the first `rows` rows, at most `self.rows`."""
+        if rows not in self._tiles:
+            self._tiles[rows] = self._whole.head(rows)
+        return self._tiles[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """The buffers of a tile, and each view of them that would otherwise be made anew on every call."""
+
+    magnitude: Tensor  # BF16 [rows, K]
+    value: Tensor  # FP32 [rows, K]
+    step: Tensor  # FP32 [rows, K]
+    scale: Tensor  # FP32 [rows, K/32, 1], as is inverse
+    inverse: Tensor
+    magnitude_bits: Tensor  # the same memory as int16, int32 ...
+    scale_bits: Tensor
+    inverse_bits: Tensor
+    blocks: Tensor  # ... and value as [rows, K/32, 32]
+    blocks_bits: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, k: int, device: torch.device) -> _Tile:
+        value, step = torch.empty(2, rows, k, device=device).unbind()
+        scale, inverse = torch.empty(2, rows, k // BLOCK, 1, device=device).unbind()
+        return cls.over(
+            torch.empty(rows, k, dtype=torch.bfloat16, device=device), value, step, scale, inverse
+        )
+
+    @classmethod
+    def over(cls, magnitude: Tensor, value: Tensor, step: Tensor, scale: Tensor, inverse: Tensor) -> _Tile:
+        blocks = value.view(*scale.shape[:2], BLOCK)
+        integers = (magnitude.view(torch.int16), scale.view(torch.int32), inverse.view(torch.int32))
+        return cls(magnitude, value, step, scale, inverse, *integers, blocks, blocks.view(torch.int32))
+
+    def head(self, rows: int) -> _Tile:
+        whole = (self.magnitude, self.value, self.step, self.scale, self.inverse)
+        return self.over(*(buffer[:rows] for buffer in whole))
+
+
+def _round_tile(x: Tensor, out: Tensor, tile: _Tile) -> None:
+    """x, out: BF16 [rows, K]. The numbers are the steps of the module's docstring."""
+    torch.bitwise_and(x.view(torch.int16), _MAGNITUDE, out=tile.magnitude_bits)
+    tile.value.copy_(tile.magnitude)
+    # 1. Positive floats order as their bits do, and the bits of a NaN are the largest.
+    torch.amax(tile.blocks_bits, -1, keepdim=True, out=tile.scale_bits)
+    tile.scale_bits.add_(_ROUND_UP).clamp_min_(0).bitwise_and_(_EXPONENT)
+    # Scale byte 0 is scale 0.0 here: a block that small rounds to 0 altogether.
+    torch.sub(_TWICE_BIAS, tile.scale_bits, out=tile.inverse_bits)
+    tile.blocks.mul_(tile.inverse)  # 2.
+    torch.clamp(tile.value, min=_SMALLEST_NORMAL, out=tile.step)  # 3.
+    tile.value.add_(tile.step, alpha=_SHIFT).sub_(tile.step, alpha=_SHIFT)
+    tile.blocks.mul_(tile.scale)  # 4.
+    tile.magnitude.copy_(tile.value)
+    torch.copysign(tile.magnitude, x, out=out)
