@@ -1,0 +1,71 @@
+"""What a backend is: four verbs and a name.
+
+Two questions are kept apart, and each is answered with a reason or None: can this machine (`unavailable`),
+and can this layer (`rejects`). A backend that answers None to both runs the layer at every bucket; limits are
+not left to be found in a forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from gemmwire_service.mxfp8.weight import MxWeight
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A layer before its weight is read: y [m, n] = x [m, k] @ W.T, plus a bias if it has one."""
+
+    name: str
+    n: int
+    k: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one forward is run."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedWeight:
+    """A weight in the form one backend computes with; the backend subclasses this and owns the storage.
+
+    `layout` names the form. x has k_pad columns and the output n_pad; those beyond k are zero, those beyond n
+    dropped.
+    """
+
+    layout: str
+    n: int
+    k: int
+    n_pad: int
+    k_pad: int
+
+
+class Backend(Protocol):
+    """One way to compute a layer. Any number of device threads may share an instance."""
+
+    name: ClassVar[str]
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this machine cannot run the backend on `device`, or None: it can."""
+
+    def rejects(self, spec: LayerSpec) -> str | None:
+        """Why the backend cannot run this layer, or None: it can, at every bucket."""
+
+    def prepare(self, weight: MxWeight, device: torch.device) -> PreparedWeight:
+        """The weight in this backend's form on `device`. Raises BackendError for values it cannot hold."""
+
+    def forward(self, x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
+        """out = x @ W.T + bias.
+
+        x: BF16 [bucket, k_pad], columns k..k_pad zero; it is not changed. out: BF16 [bucket, n_pad],
+        contiguous. A row of x with a NaN or Inf gives a row of NaN and changes no other row.
+        Raises TypeError for a weight that another backend prepared.
+        """
