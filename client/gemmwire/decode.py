@@ -48,11 +48,13 @@ def decode_request(body: Buffer, length: int | None, limits: Limits = _LIMITS) -
     """`body`, its first `length` bytes JSON (None: all) -> the request, its tensors views of `body`."""
     head, tail = _open(body, length, limits)
     parameters = fields.parameters(head, "the request")
+    binary_outputs = fields.flag(parameters, "binary_data_output", "the request") or False
+    parameters.pop("binary_data_output", None)
     inputs = _tensors(head, "input", tail, limits)
     return InferRequest(
         inputs=inputs,
         outputs=_requested_outputs(head, limits),
-        binary_outputs=fields.flag(parameters, "binary_data_output", "the request") or False,
+        binary_outputs=binary_outputs,
         id=fields.text(head, "id", "the request", default=""),
         parameters=parameters,
     )

@@ -2,7 +2,8 @@
 
 GemmwireError
 ├── WireError               bytes that are not a valid message (either end; it has a code and a status)
-├── InputError              an array that cannot be sent: its type, dtype or rank
+├── InputError              an array that cannot be sent or given back: its type, dtype or rank
+├── InvalidArgument         a URL, name, timeout or header that no request can be made of
 ├── TransportError          no answer came
 │   ├── ConnectionFailed    refused, reset, name not resolved
 │   └── TimedOut            the client's own timeout passed
@@ -27,6 +28,18 @@ from typing import ClassVar
 class GemmwireError(Exception):
     """Base of every error that this package raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default an exception is copied through its constructor, with the message alone.
+        return _copy, (type(self), self.args, self.__dict__)
+
+
+def _copy(
+    kind: type[GemmwireError], args: tuple[object, ...], attributes: dict[str, object]
+) -> GemmwireError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class WireError(GemmwireError):
     """A message that breaks the protocol: what was given, what is needed, the way out.
@@ -46,7 +59,19 @@ class WireError(GemmwireError):
 
 
 class InputError(GemmwireError, TypeError):
-    """An object that cannot become a tensor; the message says what is accepted and how to convert."""
+    """An object that cannot become a tensor, or a tensor that cannot become such an object.
+
+    The message says what is accepted and how to convert. `code` is `type_unsupported`, `dtype_unsupported`,
+    `rank_unsupported`, `memory_unsupported` or `grad_unsupported`.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class InvalidArgument(GemmwireError, ValueError):
+    """An argument that no request can be made of; the message says what it must be."""
 
 
 class TransportError(GemmwireError):
@@ -62,7 +87,11 @@ class TimedOut(TransportError):
 
 
 class ServerError(GemmwireError):
-    """The server answered, and the answer is an error."""
+    """The server answered, and the answer is an error.
+
+    `status` is the HTTP status, `code` the server's name for the rule ("" from a proxy), `expected` and `got`
+    are the two sides of the sentence, `retry_after` is in seconds.
+    """
 
     statuses: ClassVar[tuple[int, ...]] = ()
 

@@ -1,0 +1,179 @@
+"""Replies of a server -> facts, arrays and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from . import errors, wire
+from .arrays import Framework
+from .errors import ServerError, WireError
+from .facts import Answer, LayerInfo, ServerInfo
+from .http1 import Reply
+
+T = TypeVar("T")
+
+OUTPUT = "y"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an answer must fit: x, its framework and shape, the datatype asked for y, the request's id."""
+
+    framework: Framework
+    x: Any
+    shape: tuple[int, ...]
+    datatype: str
+    id: str
+
+
+def read_answer(reply: Reply, sent: Sent) -> Answer:
+    """Errors: `ServerError`; `WireError` for an answer that does not fit what was sent."""
+    _refuse_error(reply)
+    length = wire.header_length(reply.headers.get(wire.HEADER_LENGTH), len(reply.body))
+    response = wire.decode_response(reply.body, length)
+    if sent.id and response.id != sent.id:
+        raise _misfit(f"the answer to request {sent.id!r} is marked {response.id[:128]!r}")
+    parameters = response.parameters
+    return Answer(
+        y=sent.framework.from_wire(_output(response, sent), sent.x),
+        version=response.model_version,
+        backend=_optional(parameters, "backend", str, "the answer") or "",
+        bucket=_optional(parameters, "bucket", int, "the answer"),
+        queue_us=_optional(parameters, "queue_us", int, "the answer"),
+        device_us=_optional(parameters, "device_us", int, "the answer"),
+        request_id=response.id,
+    )
+
+
+def read_layers(reply: Reply) -> list[LayerInfo]:
+    entries = _document(reply, list)
+    return [_layer(entry, {}) for entry in entries]
+
+
+def read_layer(reply: Reply) -> LayerInfo:
+    config = _document(reply, dict)
+    known = set(LayerInfo.__dataclass_fields__)
+    return _layer(config, {key: value for key, value in config.items() if key not in known})
+
+
+def read_server(reply: Reply) -> ServerInfo:
+    document = _document(reply, dict)
+    extensions = _optional(document, "extensions", list, "the server's metadata") or []
+    return ServerInfo(
+        name=_required(document, "name", str, "the server's metadata"),
+        version=_required(document, "version", str, "the server's metadata"),
+        extensions=tuple(map(str, extensions)),
+    )
+
+
+def read_stats(reply: Reply) -> dict[str, Any]:
+    entries = _required(_document(reply, dict), "model_stats", list, "the statistics")
+    if len(entries) != 1 or not isinstance(entries[0], dict):
+        raise _misfit(f"the statistics of one layer have {len(entries)} entries")
+    statistics: dict[str, Any] = entries[0]
+    return statistics
+
+
+def read_health(reply: Reply) -> bool:
+    """True for 2xx. Errors: `ServerError` for a status that says nothing about the server's health."""
+    if reply.status in (401, 403, 404) or 300 <= reply.status < 400:
+        raise read_error(reply)
+    return 200 <= reply.status < 300
+
+
+def read_error(reply: Reply) -> ServerError:
+    """The error that a reply is, also one that is not gemmwire's: a proxy's page, another server's JSON."""
+    try:
+        document = json.loads(reply.body)
+    except (ValueError, RecursionError):
+        document = None
+    fields: Mapping[str, Any] = document if isinstance(document, dict) else {}
+    return errors.for_status(reply.status)(
+        str(fields.get("error") or _unexplained(reply)),
+        status=reply.status,
+        code=str(fields.get("code") or ""),
+        expected=fields.get("expected"),
+        got=fields.get("got"),
+        request_id=str(fields.get("request_id") or ""),
+        retry_after=_seconds(reply.headers.get("retry-after")),
+    )
+
+
+def _unexplained(reply: Reply) -> str:
+    if "location" in reply.headers:
+        target = reply.headers["location"][:200]
+        return f"HTTP {reply.status}: the server points to {target!r}; make the client with that address"
+    text = " ".join(bytes(reply.body[:200]).decode("utf-8", "replace").split())
+    return f"HTTP {reply.status}" + (f": {text}" if text else ", without a word of explanation")
+
+
+def _seconds(text: str | None) -> float | None:
+    """Retry-After in seconds; its other form, a date, is left out."""
+    return float(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def _refuse_error(reply: Reply) -> None:
+    if not 200 <= reply.status < 300:
+        raise read_error(reply)
+
+
+def _output(response: wire.InferResponse, sent: Sent) -> wire.Tensor:
+    found = [tensor for tensor in response.outputs if tensor.name == OUTPUT]
+    if not found:
+        raise _misfit(f"it has no output {OUTPUT!r}")
+    y = found[0]
+    if y.datatype != sent.datatype:
+        raise _misfit(f"y is {y.datatype}, but {sent.datatype} was asked for")
+    if len(y.shape) != len(sent.shape) or y.shape[:-1] != sent.shape[:-1]:
+        raise _misfit(f"y has shape {list(y.shape)}, but x had shape {list(sent.shape)}")
+    return y
+
+
+def _layer(entry: object, config: Mapping[str, Any]) -> LayerInfo:
+    if not isinstance(entry, dict):
+        raise _misfit(f"an entry of the layers is {entry!r:.80}, not an object")
+    where = f"layer {entry.get('name')!r:.80}"
+    return LayerInfo(
+        name=_required(entry, "name", str, where),
+        n=_required(entry, "n", int, where),
+        k=_required(entry, "k", int, where),
+        version=_required(entry, "version", str, where),
+        # A server answers with a config for a layer that it serves only.
+        state=_optional(entry, "state", str, where) or "READY",
+        backend=_optional(entry, "backend", str, where) or "",
+        reason=_optional(entry, "reason", str, where) or "",
+        bias=_optional(entry, "bias", bool, where),
+        config=config,
+    )
+
+
+def _document(reply: Reply, kind: type[T]) -> T:
+    _refuse_error(reply)
+    try:
+        document = json.loads(reply.body)
+    except (ValueError, RecursionError):
+        raise _misfit(f"it is not JSON: {bytes(reply.body[:80])!r}") from None
+    if not isinstance(document, kind):
+        raise _misfit(f"it is {document!r:.80}, not a JSON {'array' if kind is list else 'object'}")
+    return document
+
+
+def _required(fields: Mapping[str, Any], key: str, kind: type[T], where: str) -> T:
+    value = _optional(fields, key, kind, where)
+    if value is None:
+        raise _misfit(f"{where} has no {key!r}; is this a gemmwire server?")
+    return value
+
+
+def _optional(fields: Mapping[str, Any], key: str, kind: type[T], where: str) -> T | None:
+    value = fields.get(key)
+    if value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
+        return value
+    raise _misfit(f"{key!r} of {where} is {value!r:.80}, which is no {kind.__name__}")
+
+
+def _misfit(reason: str) -> WireError:
+    return WireError("answer_invalid", f"The server's answer cannot be used: {reason}")
