@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gemmwire_service.app import create_app
+from gemmwire_service.device import Job
 from gemmwire_service.engine import Engine, State
 from gemmwire_service.listener import bind, url
 from gemmwire_service.server import make_server
@@ -56,3 +57,15 @@ def until(condition: Callable[[], object], failure: str, seconds: float = 30.0) 
         if time.monotonic() > end:
             raise AssertionError(failure)
         time.sleep(0.002)
+
+
+def hold(engine: Engine, gate: threading.Event) -> None:
+    """Keep the device busy, from now until the gate is set."""
+    began = threading.Event()
+
+    def wait() -> None:
+        began.set()
+        assert gate.wait(30), "the test did not release the device"
+
+    engine.post(Job(wait))
+    assert began.wait(30), "the device did not take the job"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gemmwire.wire import WireError
 
@@ -22,6 +24,25 @@ from .protocol import InferRequestForm, InferResponseForm, Problem
 from .settings import Settings
 
 INFER_PATHS = ("/v2/models/{layer}/infer", "/v2/models/{layer}/versions/{version}/infer")
+_INFER = re.compile(r"/v2/models/(?P<layer>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
+
+
+class Service(FastAPI):
+    """A FastAPI app that hands an infer request to its endpoint before FastAPI's own layers.
+
+    Those cost as much as the rest of the request's Python together. The route is there as well, and taken
+    where somebody added a middleware, which must not be passed by, or mounted the app under a prefix.
+    """
+
+    infer: InferEndpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and not self.user_middleware:
+            match = _INFER.fullmatch(scope["path"])
+            if match is not None and not scope.get("root_path"):
+                scope["path_params"] = {name: value for name, value in match.groupdict().items() if value}
+                return await self.infer(scope, receive, send)
+        return await super().__call__(scope, receive, send)
 
 
 def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = None) -> FastAPI:
@@ -37,16 +58,16 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         yield
         await engine.stop()
 
-    app = FastAPI(
+    app = Service(
         title="gemmwire",
         version=__version__,
         description="MXFP8 linear layers, y = x @ W.T + b, over the Open Inference Protocol v2.",
         lifespan=lifespan,
     )
     app.state.engine = engine
-    infer = InferEndpoint(engine, Limits(settings.max_body_bytes, settings.max_json_bytes))
-    for path in INFER_PATHS:  # first, so that a request finds them without walking the rest
-        app.router.routes.append(Route(path, infer, methods=["POST"], include_in_schema=False))
+    app.infer = InferEndpoint(engine, Limits(settings.max_body_bytes, settings.max_json_bytes))
+    for path in INFER_PATHS:
+        app.router.routes.append(Route(path, app.infer, methods=["POST"], include_in_schema=False))
     app.include_router(control_routes(engine, device, ladder.buckets))
     _install_errors(app)
     _document_infer(app)

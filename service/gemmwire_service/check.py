@@ -51,6 +51,6 @@ def _against_operands(x: Tensor, y: Tensor, weight: MxWeight) -> tuple[Tensor, T
 
 def _relative(y: Tensor, reference: Tensor) -> float:
     """||y - reference|| / ||reference||, 0 where both are zero."""
-    error = (y.double() - reference.double()).norm().item()
-    size = reference.double().norm().item()
+    error = float((y.double() - reference.double()).norm())
+    size = float(reference.double().norm())
     return error / size if size else error

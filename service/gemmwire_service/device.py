@@ -1,4 +1,8 @@
-"""The one device thread: every forward, load and refit runs here, in the order of one queue."""
+"""The device: every forward, load and refit, one at a time, in the order of one queue.
+
+It has a thread of its own. Where the device is the CPU and a batch is so small that waking the thread would
+take longer than the matmul, the event loop computes it itself (`compute_now`), if it is the device's turn.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,11 @@ from .layer import Layer
 from .stats import BatchTimes
 
 log = logging.getLogger("gemmwire.device")
+
+# Multiply-adds of a matmul that takes about as long as waking a thread does, 0.1 ms. Below _READ_ONCE rows
+# the time is that of reading the weight, whatever the rows.
+_NOW_BELOW = 1 << 24
+_READ_ONCE = 16
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
@@ -64,13 +73,11 @@ class Device:
         device: torch.device,
         ladder: Ladder,
         report: Callable[[Done], None],
-        *,
-        cpu_threads: int = 0,
     ) -> None:
         self.device = device
         self.ladder = ladder
         self._report = report
-        self._cpu_threads = cpu_threads
+        self._turn = threading.Lock()  # held by whoever computes
         self._queue: SimpleQueue[Item | Job | None] = SimpleQueue()
         self._backlog = Backlog(ladder.largest)
         self._staging = Staging(device)
@@ -91,14 +98,12 @@ class Device:
     # --- the thread ---
 
     def _run(self) -> None:
-        if self._cpu_threads:
-            torch.set_num_threads(self._cpu_threads)
-        with torch.inference_mode():
-            for job in self._jobs():
-                try:
+        for job in self._jobs():
+            try:
+                with self._turn, torch.inference_mode():
                     job.run()
-                except Exception:  # a job tells its own waiters; the thread serves on
-                    log.exception("a job failed on the device thread")
+            except Exception:  # a job tells its own waiters; the thread serves on
+                log.exception("a job failed on the device thread")
 
     def _jobs(self) -> Iterator[Job]:
         """Run batches until the queue ends; yield each job once the requests before it are done."""
@@ -132,14 +137,35 @@ class Device:
         if dropped:
             self._report(Done(dropped, [None] * len(dropped)))
         if batch:
-            self._report(self.forward(batch))
+            with self._turn:
+                done = self._forward(batch)
+            self._report(done)
 
-    def forward(self, batch: list[Item]) -> Done:
+    # --- either thread, in its turn ---
+
+    def compute_now(self, batch: list[Item]) -> Done | None:
+        """Compute requests of one layer on this thread; None where that would take long, or is not our turn.
+
+        The caller sees to it that nothing is queued that came before.
+        """
+        spec, rows = batch[0].layer.spec, sum(item.rows for item in batch)
+        work = max(rows, _READ_ONCE) * spec.n * spec.k
+        if self.device.type != "cpu" or work > _NOW_BELOW or rows > self.ladder.largest:
+            return None
+        if not self._turn.acquire(blocking=False):
+            return None
+        try:
+            return self._forward(batch)
+        finally:
+            self._turn.release()
+
+    def _forward(self, batch: list[Item]) -> Done:
         """Compute one batch of requests of one layer; an error of the backend is each request's outcome."""
         try:
-            if batch[0].rows > self.ladder.largest:
-                return self._forward_chunks(batch[0])
-            return self._forward_batch(batch)
+            with torch.inference_mode():
+                if batch[0].rows > self.ladder.largest:
+                    return self._forward_chunks(batch[0])
+                return self._forward_batch(batch)
         except (
             Exception
         ) as error:  # whatever a kernel raises is the answer of its batch, not the thread's end

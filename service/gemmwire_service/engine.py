@@ -47,6 +47,7 @@ class Engine:
         self.waiting_bytes = 0
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
+        self._new: list[Item] = []  # submitted in this turn of the event loop
         self._device = make_device(self._report)
         self._load = load
         self._on_loaded = on_loaded
@@ -109,12 +110,40 @@ class Engine:
             raise _expired()
         item = Item(layer, x, rows, datatype, self._running_loop.create_future(), deadline)
         self._admit(item)
-        self._device.put(item)
+        if not self._new:
+            # After the other requests that this turn of the event loop brings, which then share a forward.
+            self._running_loop.call_soon(self._pass_on)
+        self._new.append(item)
         if deadline is not None:
             delay = (deadline - item.arrived) / 1e9
             timer = self._running_loop.call_later(delay, _expire, item)
             item.future.add_done_callback(lambda _: timer.cancel())
         return item
+
+    def post(self, job: Job) -> None:
+        """Have the device run a job after every request submitted so far."""
+        self._put(self._take_new())
+        self._device.put(job)
+
+    def _pass_on(self) -> None:
+        """Give the requests of this turn to the device, or compute them here if that is faster."""
+        new = self._take_new()
+        if not new:
+            return
+        if len(new) == self.waiting and all(item.layer is new[0].layer for item in new):
+            done = self._device.compute_now(new)
+            if done is not None:
+                self._finish(done)
+                return
+        self._put(new)
+
+    def _take_new(self) -> list[Item]:
+        new, self._new = self._new, []
+        return new
+
+    def _put(self, items: list[Item]) -> None:
+        for item in items:
+            self._device.put(item)
 
     @property
     def _running_loop(self) -> asyncio.AbstractEventLoop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,14 +30,20 @@ def make_engine(settings: Settings, on_loaded: Callable[[Engine], None] | None) 
     """-> (engine, device name, ladder). Errors: SettingsError."""
     device = choose_device(settings.device)
     ladder = Ladder.up_to(settings.max_bucket)
+    torch.set_num_threads(settings.cpu_threads or max(1, _cores() - 1))
     engine = Engine(
-        lambda report: Device(device, ladder, report, cpu_threads=settings.cpu_threads),
+        lambda report: Device(device, ladder, report),
         lambda owner: load_layers(settings, owner),
         max_queue=settings.max_queue,
         max_queue_bytes=settings.max_queue_bytes,
         on_loaded=on_loaded,
     )
     return engine, str(device), ladder
+
+
+def _cores() -> int:
+    """Those this process may use. One is left to the event loop, which a matmul on all would stall."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gemmwire_service.loading as loading
+from gemmwire_service.checkpoint import open_checkpoint
 from gemmwire_service.engine import State
 from http_calls import call, infer, message
 from serving import Served, serving, settings, until
@@ -99,7 +100,7 @@ def _references(node: object) -> set[str]:
 def slow_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Loading stops before its first layer until the event is set."""
     gate = threading.Event()
-    real = loading.open_checkpoint
+    real = open_checkpoint
 
     def open_late(path: Path | str) -> Any:
         assert gate.wait(30)

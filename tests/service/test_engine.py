@@ -27,6 +27,7 @@ from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
 from http_calls import datatype, raw
 from oracle import assert_rows_close, reference, spread
+from serving import hold
 
 CPU = torch.device("cpu")
 N, K = 64, 96
@@ -59,7 +60,7 @@ class Rig:
     def hold(self) -> None:
         """The device does nothing more until `release`."""
         self.gate.clear()
-        self.engine._device.put(Job(lambda: _wait(self.gate)))
+        hold(self.engine, self.gate)
 
     def release(self) -> None:
         self.gate.set()
@@ -70,10 +71,6 @@ class Rig:
 
     async def answer(self, layer: str, x: Tensor) -> Tensor:
         return as_tensor(await self.submit(layer, x).future, x)
-
-
-def _wait(gate: threading.Event) -> None:
-    assert gate.wait(30), "the test did not release the device"
 
 
 def as_tensor(answer: Answer, x: Tensor) -> Tensor:
@@ -293,7 +290,7 @@ def test_a_job_runs_between_the_requests_before_and_after_it() -> None:
             seen: list[int] = []
             r.hold()
             before = [r.submit("a", spread(1, K)) for _ in range(2)]
-            r.engine._device.put(Job(lambda: seen.append(len(r.backend.forwards))))
+            r.engine.post(Job(lambda: seen.append(len(r.backend.forwards))))
             after = r.submit("a", spread(1, K))
             r.release()
             await asyncio.gather(after.future, *(item.future for item in before))
@@ -305,7 +302,7 @@ def test_a_job_runs_between_the_requests_before_and_after_it() -> None:
 def test_a_job_that_raises_does_not_end_the_device(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with rig() as r:
-            r.engine._device.put(Job(lambda: 1 / 0))  # type: ignore[arg-type,return-value]
+            r.engine.post(Job(lambda: 1 / 0))  # type: ignore[arg-type]
             await r.answer("a", spread(1, K))
 
     run(test)
@@ -334,7 +331,7 @@ def test_before_loading_has_ended_requests_are_refused() -> None:
         gate = threading.Event()
 
         def load(device: Device) -> Iterable[Layer]:
-            _wait(gate)
+            gate.wait(30)
             return []
 
         engine = Engine(

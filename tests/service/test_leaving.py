@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from gemmwire_service.backlog import Item
-from gemmwire_service.device import Job
 from http_calls import HEADER_LENGTH, infer, message
-from serving import Served, serving, settings, until
+from serving import Served, hold, serving, settings, until
 
 X = torch.ones(1, 128)
 
@@ -30,15 +29,11 @@ def small(checkpoint: object) -> Iterator[Served]:
 def held(served: Served) -> Iterator[None]:
     """The device does nothing in this block."""
     gate = threading.Event()
-    served.engine._device.put(Job(lambda: _wait(gate)))
+    hold(served.engine, gate)
     try:
         yield
     finally:
         gate.set()
-
-
-def _wait(gate: threading.Event) -> None:
-    gate.wait(30)
 
 
 def request_bytes(layer: str = "m.plain") -> bytes:
