@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from glassllm import GlassLM, KVCache, Tensor, Tokenizer, load_pretrained, no_grad
+from glassllm import GlassLM, Tensor, Tokenizer, load_pretrained, no_grad
 from glassllm.autograd import embedding
+from glassllm.nn import KVCache
 from numpy.typing import NDArray
 
 import gemmwire

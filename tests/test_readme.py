@@ -1,6 +1,6 @@
 """The pages run: Python blocks against a live server; command lines are held against the tools they call.
 
-In a page's Python the address http://127.0.0.1:8000, where `./dev serve` listens, stands for the test's
+In a page's Python the address 127.0.0.1:8000, where `./dev serve` listens, stands for the test's
 server. A block that cannot run here says so and why on its fence: ```python skip="needs a GPU".
 """
 
@@ -23,7 +23,7 @@ from serving import Served
 from source_tree import ROOT, dev_script, relative
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ADDRESS = "http://127.0.0.1:8000"
+ADDRESS = "127.0.0.1:8000"
 SHELL = {"sh", "bash", "console"}
 NOT_RUN = {"text", "json", "yaml", "toml", "http", "dockerfile", "promql", "diff"}
 FENCE = re.compile(r'^```(?P<language>\w*)(?: skip="(?P<skip>[^"]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
@@ -144,7 +144,7 @@ def test_python_blocks_run_in_order(path: Path, request: pytest.FixtureRequest) 
     for block in runnable:
         server: Served = request.getfixturevalue("server")
         # Blank lines before the code make a traceback name the page's own line.
-        code = "\n" * (block.line - 1) + block.code.replace(ADDRESS, server.url)
+        code = "\n" * (block.line - 1) + block.code.replace(ADDRESS, f"127.0.0.1:{server.port}")
         exec(compile(code, str(path), "exec"), namespace)
 
 

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .errors import ServiceError
-from .listener import bind, url
+from .listener import bind, is_loopback, url
 from .settings import Settings, load
 
 if TYPE_CHECKING:
     import uvicorn
+
+
+log = logging.getLogger("gemmwire")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +36,12 @@ def serve(settings: Settings) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     listener = bind(settings.host, settings.port)
+    if not is_loopback(listener):
+        log.warning(
+            "%s:%d is open to everybody who can reach this machine: there is no access control yet; "
+            "put a proxy with one in front, or bind 127.0.0.1",
+            *listener.getsockname()[:2],
+        )
     # Imported here so that a wrong flag or a taken port is answered at once: torch takes a second.
     from .announce import announce
     from .app import create_app
@@ -68,7 +77,7 @@ def _status(failure: Exception | None) -> int:
     if isinstance(failure, ServiceError):
         print(f"gemmwire-serve: {failure}", file=sys.stderr)
     else:
-        logging.getLogger("gemmwire").error("loading failed", exc_info=failure)
+        log.error("loading failed", exc_info=failure)
     return 1
 
 

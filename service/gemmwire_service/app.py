@@ -18,6 +18,7 @@ from gemmwire.wire import WireError
 from . import __version__
 from .control import control_routes
 from .engine import Engine
+from .errors import EngineError
 from .infer import InferEndpoint, Limits, error_reply
 from .loading import make_engine
 from .protocol import InferRequestForm, InferResponseForm, Problem
@@ -77,8 +78,9 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
 def _install_errors(app: FastAPI) -> None:
     """Every error of the control plane in the protocol's form."""
 
+    @app.exception_handler(EngineError)
     @app.exception_handler(WireError)
-    async def wire_error(request: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         return _problem(request, error)
 
     @app.exception_handler(RequestValidationError)

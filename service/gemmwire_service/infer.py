@@ -107,9 +107,11 @@ class InferEndpoint:
 
 
 def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
-    """Errors: `layer_unknown`, `version_unknown`, both 404."""
+    """Errors: `layer_unknown`, `version_unknown`, both 404; NotReady while there are no layers at all."""
     layer = engine.layers.get(name)
     if layer is None:
+        if not engine.layers:
+            engine.refuse_unless_ready()
         known = sorted(engine.layers)
         shown = ", ".join(known[:5]) + (f", ... ({len(known)} in all)" if len(known) > 5 else "")
         raise WireError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 
 from .errors import SettingsError
 
@@ -26,6 +27,11 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise _refused(host, port, error) from None
     return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    address = ip_address(listener.getsockname()[0].partition("%")[0])
+    return address.is_loopback
 
 
 def url(listener: socket.socket, host: str) -> str:

@@ -115,6 +115,9 @@ def test_live_answers_while_loading_and_ready_does_not(checkpoint: Path, slow_lo
     with serving(settings(model=(f"m={checkpoint}",)), wait=False) as served:
         assert call(served, "GET", "/v2/health/live").status == 200
         assert call(served, "GET", "/v2/health/ready").status == 503
+        for path in ("/v2/models/m.plain", "/v2/models/m.plain/ready", "/v2/models/m.plain/config"):
+            early = call(served, "GET", path)
+            assert (early.status, early.json["code"]) == (503, "not_ready"), path
         refused = infer(served, "m.plain", *message(torch.ones(1, 128)))
         assert (refused.status, refused.json["code"]) == (503, "not_ready")
         assert int(refused.headers["retry-after"]) >= 1
