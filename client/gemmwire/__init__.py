@@ -65,13 +65,15 @@ __all__ = [
 _HOMES = {"Client": "client", "Answer": "facts", "LayerInfo": "facts", "ServerInfo": "facts"}
 
 
-def __getattr__(name: str) -> object:
-    # Imported on first use, so that `import gemmwire.wire` costs a server nothing of the client.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take it for the promise of every name
+
+    def __getattr__(name: str) -> object:
+        # Imported on first use, so that `import gemmwire.wire` costs a server nothing of the client.
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f".{_HOMES.get(name, 'errors')}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -193,7 +193,7 @@ def _requested_output(item: object) -> RequestedOutput:
     datatype = parameters.get("datatype")
     if datatype is not None and not isinstance(datatype, str):
         given = fields.kind(datatype)
-        fields.invalid(f"parameters.datatype of {where} is {given}; it must be a string", "string", given)
+        fields.invalid(f"Parameter 'datatype' of {where} is {given}; it must be a string", "string", given)
     return RequestedOutput(name, fields.flag(parameters, "binary_data", where), datatype)
 
 
