@@ -68,10 +68,12 @@ class Emulation:
 
     def prepare(self, weight: MxWeight, device: torch.device) -> EmulationWeight:
         """Raises BackendError if a dequantized value is above BF16's largest, 3.39e38."""
+        if device.type == "cuda":
+            # cuBLAS may otherwise add the parts of a split K in BF16, as for N=130, K=4096 on an H200.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         n, k_pad, bias = weight.n, weight.k_pad, weight.bias
-        matrix = torch.zeros(
-            n, k_pad + (_BIAS_COLUMNS if bias is not None else 0), dtype=torch.bfloat16, device=device
-        )
+        columns = k_pad if bias is None else k_pad + _BIAS_COLUMNS
+        matrix = torch.zeros(n, columns, dtype=torch.bfloat16, device=device)
         matrix[:, :k_pad] = dequantize(weight.codes.to(device), weight.scales.to(device), torch.bfloat16)
         _refuse_overflow(matrix)
         if bias is not None:
@@ -103,9 +105,8 @@ class Emulation:
 
 
 def _allocate(bucket: int, weight: EmulationWeight, device: torch.device) -> _Scratch:
-    with torch.inference_mode(
-        False
-    ):  # usable inside inference mode and outside, wherever the first forward was
+    # Tensors made in inference mode could not be written outside it, where a later forward may be.
+    with torch.inference_mode(False):
         operand = torch.ones(bucket, weight.matrix.shape[1], dtype=torch.bfloat16, device=device)
         return _Scratch(operand, operand[:, : weight.k_pad], Workspace(bucket, weight.k_pad, device))
 

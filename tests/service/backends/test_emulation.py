@@ -115,6 +115,21 @@ def test_exact_data_gives_the_exact_result_rounded_once(shape: tuple[int, int, i
     assert_same_bits(forward(x, weight), rounded_once(exact))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(8, 130, 4096), (16, 130, 4096), (1, 64, 341), (512, 576, 384)], ids=named)
+def test_exact_data_on_cuda(shape: tuple[int, int, int]) -> None:
+    """Guards: cuBLAS adding the parts of a split K in BF16, which it does for the first two unless told."""
+    m, n, k = shape
+    generator, backend = seeded(m, n, k), Emulation()
+    x, w = sparse(m, k, generator), sparse(n, k, generator)
+    weight = backend.prepare(MxWeight.from_float(w, torch.ones(n)), torch.device("cuda"))
+    padded = torch.nn.functional.pad(x.to(torch.bfloat16), (0, weight.k_pad - k)).cuda()
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    backend.forward(padded, weight, Plan(m), out)
+    assert_same_bits(out.cpu(), rounded_once(x.double() @ w.double().T + 1))
+
+
 def test_the_exact_data_needs_more_than_bf16() -> None:
     """Guards: an oracle that a sum in BF16 would satisfy too."""
     generator = seeded(1)

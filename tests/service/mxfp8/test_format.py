@@ -202,6 +202,15 @@ def test_a_strided_x_is_read_as_it_is_seen() -> None:
     assert scales.tolist() == again[1].tolist()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantize_leaves_x_as_it_is(dtype: str) -> None:
+    """Guards: FP32 that needs no conversion and is therefore scaled in place, the caller's weight with it."""
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(FLOATS[dtype])
+    before = x.clone()
+    quantize(x)
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 32), (3, 0)])
 def test_nothing_quantizes_to_nothing(shape: tuple[int, ...]) -> None:
     """Guards: a reshape that fails on no elements."""
