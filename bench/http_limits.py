@@ -2,10 +2,10 @@
 
     ./dev python bench/http_limits.py
 
-For each shape, in one run and interleaved round by round: p50 of a request to gemmwire, of the same bytes to a
-bare ASGI echo on the same uvicorn, and of torch.nn.functional.linear on BF16 in this process. The limit is the
-echo plus the linear; the ratio says what the protocol, the queue, the thread hop and the quantization of x cost
-beyond it. One client on one keep-alive connection; the client is the same for both servers.
+For each shape, in one run and interleaved round by round: p50 of a request to gemmwire, of the same bytes to
+a bare ASGI echo on the same uvicorn, and of torch.nn.functional.linear on BF16 in this process, on as many
+threads. The limit is the echo plus the linear; the ratio says what the protocol, the queue and the
+quantization of x cost beyond it. One client on one keep-alive connection, the same for both servers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 SHAPES = ((1, 1024, 1024), (16, 1024, 1024), (256, 1024, 1024))
 TARGETS = {1: 1.6, 256: 1.25}
-ECHO = '''
+ECHO = """
 import sys, uvicorn
 async def app(scope, receive, send):
     if scope["type"] != "http":
@@ -41,7 +41,7 @@ async def app(scope, receive, send):
                 "headers": [(b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})
 uvicorn.run(app, port=int(sys.argv[1]), log_level="error", access_log=False, lifespan="off")
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement in a round")
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="of a matmul")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     gemmwire, echo = free_port(), free_port()
     layers = {f"bench{n}x{k}={n}x{k}" for _, n, k in SHAPES}
-    serve = [sys.executable, "-m", "gemmwire_service", "--port", str(gemmwire), "--device", "cpu", *sys.argv[5:]]
+    serve = [sys.executable, "-m", "gemmwire_service", "--port", str(gemmwire), "--device", "cpu"]
+    serve += ["--cpu-threads", str(options.threads)]
     for layer in sorted(layers):
         serve += ["--random-layer", layer]
     with started(serve, gemmwire), started([sys.executable, "-c", ECHO, str(echo)], echo):
         rows = [measure(*shape, gemmwire, echo, options.rounds, options.seconds) for shape in SHAPES]
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {options.threads} threads"
+    )
     print(table(rows))
     return 0
 

@@ -2,83 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from .errors import ServiceError
-from .listener import bind, is_loopback, url
-from .settings import Settings, load
-
-if TYPE_CHECKING:
-    import uvicorn
-
-
-log = logging.getLogger("gemmwire")
+_EXTRA = "The service's packages are not installed ({}); run: pip install 'gemmwire[service]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 after a graceful stop, 1 where loading failed, 2 where the settings are wrong."""
     try:
+        # Imported here, so that an installation of the client alone says what it lacks.
+        from .errors import ServiceError
+        from .serve import serve
+        from .settings import load
+    except ModuleNotFoundError as error:
+        print("gemmwire-serve: " + _EXTRA.format(error), file=sys.stderr)
+        return 2
+    try:
         return serve(load(sys.argv[1:] if arguments is None else arguments))
     except ServiceError as error:
         print(f"gemmwire-serve: {error}", file=sys.stderr)
         return 2
-
-
-def serve(settings: Settings) -> int:
-    """Run until SIGINT or SIGTERM. Errors: SettingsError, before anything is loaded."""
-    began = time.monotonic()
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    listener = bind(settings.host, settings.port)
-    if not is_loopback(listener):
-        log.warning(
-            "%s:%d is open to everybody who can reach this machine: there is no access control yet; "
-            "put a proxy with one in front, or bind 127.0.0.1",
-            *listener.getsockname()[:2],
-        )
-    # Imported here so that a wrong flag or a taken port is answered at once: torch takes a second.
-    from .announce import announce
-    from .app import create_app
-    from .engine import Engine
-    from .server import make_server
-
-    def on_loaded(engine: Engine) -> None:
-        if engine.failure is not None:
-            server.should_exit = True
-        else:
-            announce(engine, url(listener, settings.host), time.monotonic() - began)
-
-    app = create_app(settings, on_loaded)
-    server = make_server(app, settings)
-    _stop_on_signals(server)
-    server.run(sockets=[listener])
-    return _status(app.state.engine.failure)
-
-
-def _stop_on_signals(server: uvicorn.Server) -> None:
-    """uvicorn raises the signal again once it has stopped; here it ends in nothing, and so in status 0."""
-
-    def stop(number: int, frame: object) -> None:
-        server.should_exit = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-
-
-def _status(failure: Exception | None) -> int:
-    if failure is None:
-        return 0
-    if isinstance(failure, ServiceError):
-        print(f"gemmwire-serve: {failure}", file=sys.stderr)
-    else:
-        log.error("loading failed", exc_info=failure)
-    return 1
 
 
 if __name__ == "__main__":

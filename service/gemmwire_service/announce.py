@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from pathlib import Path
 
 from . import __version__
 from .engine import Engine
@@ -44,15 +43,7 @@ def example(layer: Layer, url: str) -> str:
         f"import gemmwire, numpy as np; "
         f'print(gemmwire.Client("{url}").infer("{layer.name}", np.ones((1, {layer.spec.k}), "float32")))'
     )
-    return f"{_python()} -c {shlex.quote(code)}"
-
-
-def _python() -> str:
-    path = Path(sys.executable)
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
 
 
 def _row(layer: Layer, width: int) -> str:

@@ -128,3 +128,16 @@ def test_wrong_settings_end_it_with_status_2(
 ) -> None:
     status, said = fails(*arguments, **variables)
     assert (status, named in said, "Traceback" in said) == (2, True, False), said
+
+
+def test_an_installation_of_the_client_alone_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['pydantic'] = None; "
+        "from gemmwire_service.__main__ import main; sys.exit(main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "gemmwire[service]" in done.stderr, "Traceback" in done.stderr) == (
+        2,
+        True,
+        False,
+    )

@@ -15,6 +15,8 @@ import torch
 from gemmwire_service.backends.base import Backend, LayerSpec
 from gemmwire_service.errors import BackendError
 
+__all__ = ["AUTO", "BACKENDS", "PRIORITY", "Selection", "select"]
+
 PRIORITY = ("flashinfer_trtllm", "flashinfer_cutedsl", "flashinfer_cutlass", "cublas", "emulation")
 AUTO = "auto"
 

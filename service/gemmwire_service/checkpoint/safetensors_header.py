@@ -176,7 +176,7 @@ def _offsets(values: Any, data_size: int, where: str) -> tuple[int, int]:
 
 
 def _check_bytes(dtype: str, shape: tuple[int, ...], nbytes: int, where: str) -> None:
-    bits = 0 if 0 in shape else DTYPE_BITS[dtype]
+    bits = DTYPE_BITS[dtype]
     for size in shape:
         bits *= size
         if bits > _SIZE_LIMIT << 10:  # far beyond any file: a header may list a million sizes of 2^62
