@@ -71,11 +71,8 @@ class SafetensorsCheckpoint:
         try:
             weight = MxWeight.from_mxfp8(codes, scales, bias)
         except CheckpointError as error:
-            path, names = (
-                self._files[linear.weight.name].path,
-                f"{shown(linear.weight.name)}, {shown(scale.name)}",
-            )
-            message = f"{path}: tensors {names}: {error}"
+            path = self._files[linear.weight.name].path
+            message = f"{path}: tensors {shown(linear.weight.name)}, {shown(scale.name)}: {error}"
             raise CheckpointError(message, expected=error.expected, got=error.got) from error
         return LayerWeights(linear.name, weight, "MXFP8", None)
 
@@ -85,6 +82,5 @@ def _transposed_note(linears: dict[str, Linear], declared: Declared) -> tuple[st
     if not count:
         return ()
     modules = ", ".join(sorted(declared.transposed))
-    return (
-        f"model_type {declared.model_type}: {count} weights ({modules}) are stored [in, out] and transposed",
-    )
+    what = f"{count} weights ({modules}) are stored [in, out] and transposed"
+    return (f"model_type {declared.model_type}: {what}",)

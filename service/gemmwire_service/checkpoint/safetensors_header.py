@@ -57,7 +57,7 @@ class TensorInfo:
     nbytes: int
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+        return f"{self.dtype} {_numbers(self.shape)}"
 
 
 def header_length(prefix: bytes, size: int, source: object) -> int:

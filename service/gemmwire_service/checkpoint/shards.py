@@ -15,6 +15,7 @@ from gemmwire_service.errors import CheckpointError
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+_WHOLE, _INDEX = "model" + SUFFIX, "model" + INDEX_SUFFIX  # the names that transformers writes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -53,14 +54,13 @@ def _open_folder(folder: Path) -> Shards:
     entries = _entries(folder)
     weights = [name for name in entries if name.endswith(SUFFIX)]
     indexes = [name for name in entries if name.endswith(INDEX_SUFFIX)]
-    if "model.safetensors" in weights:
-        notes = _unread(weights, ("model.safetensors",), "model.safetensors holds the model")
-        return _merge(folder, folder, [folder / "model.safetensors"], notes)
-    if len(indexes) > 1 and "model.safetensors.index.json" not in indexes:
+    if _WHOLE in weights:
+        notes = _unread(weights, (_WHOLE,), f"{_WHOLE} holds the model")
+        return _merge(folder, folder, [folder / _WHOLE], notes)
+    if len(indexes) > 1 and _INDEX not in indexes:
         raise CheckpointError(f"{folder}: several shard indexes ({listed(indexes)}); name the one to serve")
     if indexes:
-        default = "model.safetensors.index.json"
-        return _open_index(folder / (default if default in indexes else indexes[0]), folder, weights)
+        return _open_index(folder / (_INDEX if _INDEX in indexes else indexes[0]), folder, weights)
     if weights:
         return _merge(folder, folder, [folder / name for name in weights])
     pickles = [name for name in entries if name.lower().endswith(PICKLE_SUFFIXES)]
@@ -68,7 +68,7 @@ def _open_folder(folder: Path) -> Shards:
         raise pickle_refusal(folder, f"no {SUFFIX} file but {pickles[0]}")
     raise CheckpointError(
         f"{folder}: no {SUFFIX} file in this folder; it holds " + (listed(entries) or "nothing"),
-        expected=f"model{SUFFIX}, *{INDEX_SUFFIX} or *{SUFFIX}",
+        expected=f"{_WHOLE}, *{INDEX_SUFFIX} or *{SUFFIX}",
         got=entries[:10],
     )
 

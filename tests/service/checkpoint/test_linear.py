@@ -141,7 +141,7 @@ def test_scales_of_another_shape_are_refused(shape: list[int]) -> None:
     assert (error.value.expected, error.value.got) == ([2, 1], shape)
 
 
-@pytest.mark.parametrize("shape", [[3], [1], [2, 1], []], ids=str)
+@pytest.mark.parametrize("shape", [[3], [1], [2, 1], [1, 2], []], ids=str)
 def test_a_bias_of_another_shape_is_refused_naming_both(shape: list[int]) -> None:
     """Guards: a broadcast of the wrong numbers."""
     with pytest.raises(CheckpointError) as error:

@@ -79,6 +79,9 @@ def test_the_dtypes_are_those_of_the_reference_reader() -> None:
         pytest.param(frame({}), id="no-tensor"),
         pytest.param(container({"t": ("F32", [0, 5], b"")}), id="no-elements"),
         pytest.param(container({"t": ("F32", [1 << 62, 0, 1 << 62], b"")}), id="no-elements-in-2^124"),
+        pytest.param(
+            frame({"b": entry("U8", [1], 0, 1), "a": entry("U8", [0], 0, 0)}, b"\1"), id="empty-listed-last"
+        ),
         pytest.param(container({"t": ("F32", [], bytes(4))}), id="rank-0"),
         pytest.param(
             container({"a": ("U8", [0], b""), "b": ("U8", [1], b"\1"), "c": ("U8", [0], b"")}), id="empties"
