@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ from .messages import (
 )
 
 _LIMITS = Limits()
+_REMEMBERED = 1024  # bytes: a JSON part as binary requests have it
 
 
 def header_length(value: str | bytes | None, body_bytes: int) -> int | None:
@@ -46,7 +48,37 @@ def header_length(value: str | bytes | None, body_bytes: int) -> int | None:
 
 def decode_request(body: Buffer, length: int | None, limits: Limits = _LIMITS) -> InferRequest:
     """`body`, its first `length` bytes JSON (None: all) -> the request, its tensors views of `body`."""
-    head, tail = _open(body, length, limits)
+    view = _bytes(body)
+    if length is not None and length <= _REMEMBERED:
+        request, size = _remembered(bytes(view[:length]), limits)
+        if size == len(view) - length:
+            return _over(request, view[length:])
+    return _decode_request(*_open(view, length, limits), limits)
+
+
+@lru_cache(maxsize=256)
+def _remembered(head: bytes, limits: Limits) -> tuple[InferRequest, int]:
+    """-> (request, bytes of its binary tensors): a client sends the same JSON part again and again.
+
+    The `data` of a binary tensor is a slice, of the bytes behind the JSON part.
+    """
+    tail = _Measure()
+    return _decode_request(fields.json_object(memoryview(head), limits.json_bytes), tail, limits), tail.taken
+
+
+def _over(request: InferRequest, view: memoryview) -> InferRequest:
+    """The remembered request, its tensors over these bytes."""
+    inputs = tuple([_placed(tensor, tensor.data, view) for tensor in request.inputs])
+    return InferRequest(inputs, request.outputs, request.binary_outputs, request.id, request.parameters)
+
+
+def _placed(tensor: Tensor, place: object, view: memoryview) -> Tensor:
+    if isinstance(place, slice):
+        return Tensor(tensor.name, tensor.datatype, tensor.shape, view[place])
+    return tensor
+
+
+def _decode_request(head: dict[str, Any], tail: _Tail | _Measure, limits: Limits) -> InferRequest:
     parameters = fields.parameters(head, "the request")
     binary_outputs = fields.flag(parameters, "binary_data_output", "the request") or False
     parameters.pop("binary_data_output", None)
@@ -87,6 +119,20 @@ def decode_response(body: Buffer, length: int | None, limits: Limits = _LIMITS) 
     )
 
 
+class _Measure:
+    """Stands for the raw bytes behind the JSON part where those are not at hand yet: slices of them."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, size: int, where: str) -> Any:
+        self.taken += size
+        return slice(self.taken - size, self.taken)
+
+    def finish(self) -> None:
+        """Whoever has the bytes compares their number with `taken`."""
+
+
 class _Tail:
     """The raw bytes behind the JSON part, handed out in order."""
 
@@ -121,23 +167,28 @@ class _Tail:
             )
 
 
-def _open(body: Buffer, length: int | None, limits: Limits) -> tuple[dict[str, Any], _Tail]:
+def _bytes(body: Buffer) -> memoryview:
     view = memoryview(body)
-    if view.format != "B" or view.ndim != 1:
-        view = view.cast("B")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _open(body: Buffer, length: int | None, limits: Limits) -> tuple[dict[str, Any], _Tail]:
+    view = _bytes(body)
     if length is None:
         return fields.json_object(view, limits.json_bytes), _Tail(None)
     return fields.json_object(view[:length], limits.json_bytes), _Tail(view[length:])
 
 
-def _tensors(head: Mapping[str, Any], role: str, tail: _Tail, limits: Limits) -> tuple[Tensor, ...]:
+def _tensors(
+    head: Mapping[str, Any], role: str, tail: _Tail | _Measure, limits: Limits
+) -> tuple[Tensor, ...]:
     entries = fields.entries(head, f"{role}s", limits.tensors)
     tensors = tuple([_tensor(item, role, tail, limits) for item in entries])
     tail.finish()
     return tensors
 
 
-def _tensor(item: object, role: str, tail: _Tail, limits: Limits) -> Tensor:
+def _tensor(item: object, role: str, tail: _Tail | _Measure, limits: Limits) -> Tensor:
     if not isinstance(item, dict):
         given = fields.kind(item)
         fields.invalid(f"An entry of '{role}s' is {given}; it must be an object", "object", given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from asyncio import Future, Task
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gemmwire.wire import Tensor
@@ -37,6 +38,7 @@ class Item:
     future: Future[Answer]
     deadline: int | None = None
     left: bool = False  # the client closed its connection
+    on_wait: Callable[[Item], None] | None = None  # heard on the event loop when the item goes to the device
     watcher: Task[None] | None = None
     arrived: int = field(default_factory=time.monotonic_ns)
 

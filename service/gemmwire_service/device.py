@@ -28,6 +28,7 @@ log = logging.getLogger("gemmwire.device")
 # the time is that of reading the weight, whatever the rows.
 _NOW_BELOW = 1 << 24
 _READ_ONCE = 16
+_ALIGNED = 16  # bytes
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
@@ -166,9 +167,7 @@ class Device:
                 if batch[0].rows > self.ladder.largest:
                     return self._forward_chunks(batch[0])
                 return self._forward_batch(batch)
-        except (
-            Exception
-        ) as error:  # whatever a kernel raises is the answer of its batch, not the thread's end
+        except Exception as error:  # what a kernel raises is the answer of its batch, not the thread's end
             return Done(batch, [error] * len(batch))
 
     def _forward_batch(self, batch: list[Item]) -> Done:
@@ -202,6 +201,8 @@ class Device:
 
     def _fill(self, sources: list[Tensor], layer: Layer, rows: int, bucket: int) -> Tensor:
         """Rows side by side, rounded to BF16, and zeros below them: the bits depend on nothing earlier."""
+        if len(sources) == 1 and rows == bucket and self._fits(sources[0], layer):
+            return sources[0]
         x = self._staging.rows(layer.spec.k, layer.weight.k_pad, bucket)
         start = 0
         for source in sources:
@@ -210,6 +211,15 @@ class Device:
         if rows < bucket:
             x[rows:].zero_()
         return x
+
+    def _fits(self, source: Tensor, layer: Layer) -> bool:
+        """Whether the bytes that came are already what a backend takes."""
+        return (
+            source.dtype is torch.bfloat16
+            and layer.weight.k_pad == layer.spec.k
+            and self.device.type == "cpu"
+            and source.data_ptr() % _ALIGNED == 0
+        )
 
     def compute(self, layer: Layer, x: Tensor) -> Tensor:
         """x [m, K] -> y BF16 [m, N], as a request of m rows would get it; m is at most the largest bucket."""
@@ -235,6 +245,9 @@ def _matrix(item: Item) -> Tensor:
 
 
 def _split(out: Tensor, batch: list[Item], n: int) -> list[Tensor]:
+    """The rows of each request, in its datatype."""
+    if len(batch) == 1 and out.dtype is TORCH_DTYPES[batch[0].datatype] and out.shape == (batch[0].rows, n):
+        return [out.cpu()]
     pieces = []
     start = 0
     for item in batch:

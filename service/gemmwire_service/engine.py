@@ -144,6 +144,8 @@ class Engine:
     def _put(self, items: list[Item]) -> None:
         for item in items:
             self._device.put(item)
+            if item.on_wait is not None:
+                item.on_wait(item)
 
     @property
     def _running_loop(self) -> asyncio.AbstractEventLoop:

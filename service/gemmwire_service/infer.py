@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gemmwire import wire
@@ -92,8 +93,7 @@ class InferEndpoint:
 
     async def _compute(self, call: Call, layer: Layer, receive: Receive) -> Answer:
         item = self._engine.submit(layer, call.x, call.rows, call.datatype, call.deadline)
-        # Most answers are there sooner than a watcher for the client's leaving would pay off.
-        watch = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, _watch, item, receive)
+        item.on_wait = partial(_watch_soon, receive)
         try:
             return await item.future
         except asyncio.CancelledError:
@@ -101,7 +101,6 @@ class InferEndpoint:
                 raise ClientLeft from None
             raise
         finally:
-            watch.cancel()
             if item.watcher is not None:
                 item.watcher.cancel()
 
@@ -170,11 +169,17 @@ def _timeout(headers: Headers) -> int | None:
     return int(value)
 
 
-def _watch(item: Item, receive: Receive) -> None:
-    item.watcher = asyncio.get_running_loop().create_task(_cancel_when_left(item, receive))
+def _watch_soon(receive: Receive, item: Item) -> None:
+    """Notice a client that leaves; most answers are there sooner than that would pay off."""
+    asyncio.get_running_loop().call_later(_WATCH_AFTER_S, _watch, receive, item)
 
 
-async def _cancel_when_left(item: Item, receive: Receive) -> None:
+def _watch(receive: Receive, item: Item) -> None:
+    if not item.future.done():
+        item.watcher = asyncio.get_running_loop().create_task(_cancel_when_left(receive, item))
+
+
+async def _cancel_when_left(receive: Receive, item: Item) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     item.left = True

@@ -20,6 +20,7 @@ def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
             log_level="warning" if settings.log_level == "info" else settings.log_level,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nothing here asks who the client is
             timeout_keep_alive=KEEP_ALIVE_S,
             backlog=BACKLOG,
         )

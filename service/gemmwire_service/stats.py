@@ -51,7 +51,9 @@ class LayerStats:
     def count_batch(self, bucket: int, times: BatchTimes) -> None:
         """One forward of one bucket; its rows are counted request by request in `count_success`."""
         self.executions += 1
-        stages = self.batches.setdefault(bucket, {stage: Duration() for stage in STAGES[1:]})
+        stages = self.batches.get(bucket)
+        if stages is None:
+            stages = self.batches[bucket] = {stage: Duration() for stage in STAGES[1:]}
         for stage in STAGES[1:]:
             stages[stage].add(getattr(times, stage))
 
