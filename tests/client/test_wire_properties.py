@@ -138,6 +138,36 @@ def test_arbitrary_json_is_refused_and_nothing_worse(document: Any, tail: bytes,
     only_wire_errors(head + tail, len(head) if framed else None)
 
 
+def near(right: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return right | right | right | JSON
+
+
+NUMBERS = st.integers() | st.floats() | st.sampled_from(["NaN", "Infinity", "-Infinity", "1", True, None])
+ITEMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": near(NAMES),
+        "datatype": near(st.sampled_from(list(wire.ITEMSIZE))),
+        "shape": near(st.lists(st.integers(-1, 3), max_size=3)),
+        "data": near(st.lists(NUMBERS | st.lists(NUMBERS, max_size=3), max_size=4)),
+        "parameters": near(st.fixed_dictionaries({"binary_data_size": near(st.integers(-1, 20))})),
+    },
+)
+DOCUMENTS = st.fixed_dictionaries(
+    {"inputs": near(st.lists(ITEMS, max_size=2)), "outputs": near(st.lists(ITEMS, max_size=2))},
+    optional={"id": near(NAMES), "model_name": near(NAMES), "parameters": near(PARAMETERS)},
+)
+
+
+@given(DOCUMENTS, st.binary(max_size=20), st.booleans())
+def test_an_almost_right_document_is_refused_and_nothing_worse(
+    document: Any, tail: bytes, framed: bool
+) -> None:
+    """Guards: the same, where one field of an otherwise right message is of another type or size."""
+    head = json.dumps(document).encode()
+    only_wire_errors(head + tail, len(head) if framed else None)
+
+
 @given(st.integers(0, 255), st.integers(0, 267), st.binary(max_size=3))
 def test_a_damaged_message_is_refused_and_nothing_worse(at: int, end: int, patch: bytes) -> None:
     """Guards: the same, a few bytes away from a message that is right."""
