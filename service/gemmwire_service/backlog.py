@@ -10,14 +10,14 @@ from asyncio import Future, Task
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gemmwire.wire import Tensor
 
 from .layer import Layer
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """y of one request: `data` holds [rows, N] elements of the asked datatype. Times in microseconds."""
 
     data: memoryview
@@ -37,8 +37,8 @@ class Item:
     datatype: str
     future: Future[Answer]
     deadline: int | None = None
-    left: bool = False  # the client closed its connection
     on_wait: Callable[[Item], None] | None = None  # heard on the event loop when the item goes to the device
+    left: bool = False  # the client closed its connection
     watcher: Task[None] | None = None
     arrived: int = field(default_factory=time.monotonic_ns)
 

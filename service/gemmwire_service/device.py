@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,7 @@ _ALIGNED = 16  # bytes
 TORCH_DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """What became of some requests: an Answer or an error each, None where it was dropped."""
 
     items: list[Item]

@@ -52,6 +52,8 @@ class Engine:
         self._load = load
         self._on_loaded = on_loaded
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Requests that the HTTP server has begun, if it tells: one alone is not kept for others to join.
+        self.in_flight: Callable[[], int] = lambda: 0
 
     # --- life ---
 
@@ -99,25 +101,32 @@ class Engine:
                 f"The server is {self.state.value}, not ready; wait until /v2/health/ready answers 200"
             )
 
-    def submit(self, layer: Layer, x: Tensor, rows: int, datatype: str, deadline: int | None = None) -> Item:
+    def submit(
+        self,
+        layer: Layer,
+        x: Tensor,
+        rows: int,
+        datatype: str,
+        deadline: int | None = None,
+        on_wait: Callable[[Item], None] | None = None,
+    ) -> Item:
         """Queue x [rows, K] of `layer`; the item's future gets y as `datatype`, [rows, N].
 
-        rows >= 1; x.data holds exactly rows * K elements. Errors: QueueFull, NotReady, Draining,
-        DeadlineExceeded; later, through the future, DeviceFailed and DeadlineExceeded.
+        rows >= 1; x.data holds exactly rows * K elements. `on_wait` hears if the answer is not there at once.
+        Errors: QueueFull, NotReady, Draining, DeadlineExceeded; later, through the future, DeviceFailed and
+        DeadlineExceeded.
         """
         self.refuse_unless_ready()
         if deadline is not None and time.monotonic_ns() >= deadline:
             raise _expired()
-        item = Item(layer, x, rows, datatype, self._running_loop.create_future(), deadline)
+        item = Item(layer, x, rows, datatype, self._running_loop.create_future(), deadline, on_wait)
         self._admit(item)
-        if not self._new:
+        self._new.append(item)
+        if self.in_flight() == 1:
+            self._pass_on()
+        elif len(self._new) == 1:
             # After the other requests that this turn of the event loop brings, which then share a forward.
             self._running_loop.call_soon(self._pass_on)
-        self._new.append(item)
-        if deadline is not None:
-            delay = (deadline - item.arrived) / 1e9
-            timer = self._running_loop.call_later(delay, _expire, item)
-            item.future.add_done_callback(lambda _: timer.cancel())
         return item
 
     def post(self, job: Job) -> None:
@@ -144,8 +153,15 @@ class Engine:
     def _put(self, items: list[Item]) -> None:
         for item in items:
             self._device.put(item)
+            if item.deadline is not None:
+                self._expire_at(item, item.deadline)
             if item.on_wait is not None:
                 item.on_wait(item)
+
+    def _expire_at(self, item: Item, deadline: int) -> None:
+        """The answer to a deadline that passes is there at once, however long the device is busy."""
+        timer = self._running_loop.call_later((deadline - time.monotonic_ns()) / 1e9, _expire, item)
+        item.future.add_done_callback(lambda _: timer.cancel())
 
     @property
     def _running_loop(self) -> asyncio.AbstractEventLoop:

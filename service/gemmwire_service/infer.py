@@ -92,8 +92,9 @@ class InferEndpoint:
         return await asyncio.to_thread(wire.decode_request, body, length, self._wire_limits)
 
     async def _compute(self, call: Call, layer: Layer, receive: Receive) -> Answer:
-        item = self._engine.submit(layer, call.x, call.rows, call.datatype, call.deadline)
-        item.on_wait = partial(_watch_soon, receive)
+        item = self._engine.submit(
+            layer, call.x, call.rows, call.datatype, call.deadline, partial(_watch_soon, receive)
+        )
         try:
             return await item.future
         except asyncio.CancelledError:
@@ -151,7 +152,9 @@ def error_reply(error: Exception, headers: Headers) -> tuple[int, dict[str, str]
 
 def request_id(headers: Headers) -> str:
     """The caller's x-request-id (or triton-request-id), where it is one that may be echoed."""
-    value = headers.get(b"x-request-id") or headers.get(b"triton-request-id") or b""
+    value = headers.get(b"x-request-id") or headers.get(b"triton-request-id")
+    if value is None:
+        return ""
     return value.decode() if _REQUEST_ID.fullmatch(value) else ""
 
 
@@ -191,14 +194,15 @@ async def _send(
 ) -> None:
     size = wire.buffers_size(buffers)
     fields = [(name.encode(), value.encode()) for name, value in reply.items()]
-    fields.append((b"content-length", str(size).encode()))
+    fields.append((b"content-length", b"%d" % size))
     identity = request_id(headers)
     if identity:
         fields.append((b"x-request-id", identity.encode()))
     await send({"type": "http.response.start", "status": status, "headers": fields})
     if size < _JOIN_BELOW:
         # One small copy is cheaper than one more system call.
-        buffers = [b"".join(buffers)]
+        await send({"type": "http.response.body", "body": b"".join(buffers)})
+        return
     last = len(buffers) - 1
     for index, buffer in enumerate(buffers):
         await send({"type": "http.response.body", "body": buffer, "more_body": index < last})

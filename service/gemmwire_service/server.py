@@ -13,7 +13,7 @@ BACKLOG = 2048
 
 
 def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
-    return uvicorn.Server(
+    server = uvicorn.Server(
         uvicorn.Config(
             app,
             log_config=None,
@@ -25,3 +25,5 @@ def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
             backlog=BACKLOG,
         )
     )
+    app.state.engine.in_flight = lambda: len(server.server_state.tasks)
+    return server

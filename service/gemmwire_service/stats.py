@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-
-STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+from typing import NamedTuple
 
 
 @dataclass
@@ -16,16 +15,15 @@ class Duration:
     count: int = 0
     ns: int = 0
 
-    def add(self, ns: int, count: int = 1) -> None:
-        self.count += count
+    def add(self, ns: int) -> None:
+        self.count += 1
         self.ns += ns
 
     def document(self) -> dict[str, int]:
         return {"count": self.count, "ns": self.ns}
 
 
-@dataclass(frozen=True)
-class BatchTimes:
+class BatchTimes(NamedTuple):
     """One forward: when it began (monotonic ns) and what each stage took."""
 
     began: int
@@ -39,33 +37,52 @@ class BatchTimes:
 
 
 @dataclass
+class Stages:
+    """The sums of BatchTimes over forwards."""
+
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+    def add(self, times: BatchTimes) -> None:
+        self.compute_input.add(times.compute_input)
+        self.compute_infer.add(times.compute_infer)
+        self.compute_output.add(times.compute_output)
+
+    def document(self) -> dict[str, dict[str, int]]:
+        return {
+            "compute_input": self.compute_input.document(),
+            "compute_infer": self.compute_infer.document(),
+            "compute_output": self.compute_output.document(),
+        }
+
+
+@dataclass
 class LayerStats:
     inferences: int = 0
     executions: int = 0
     last_inference_ms: int = 0
     success: Duration = field(default_factory=Duration)
     fail: Duration = field(default_factory=Duration)
-    stages: dict[str, Duration] = field(default_factory=lambda: {stage: Duration() for stage in STAGES})
-    batches: dict[int, dict[str, Duration]] = field(default_factory=dict)
+    queue: Duration = field(default_factory=Duration)
+    stages: Stages = field(default_factory=Stages)
+    buckets: dict[int, Stages] = field(default_factory=dict)
 
     def count_batch(self, bucket: int, times: BatchTimes) -> None:
         """One forward of one bucket; its rows are counted request by request in `count_success`."""
         self.executions += 1
-        stages = self.batches.get(bucket)
+        stages = self.buckets.get(bucket)
         if stages is None:
-            stages = self.batches[bucket] = {stage: Duration() for stage in STAGES[1:]}
-        for stage in STAGES[1:]:
-            stages[stage].add(getattr(times, stage))
+            stages = self.buckets[bucket] = Stages()
+        stages.add(times)
 
     def count_success(self, rows: int, arrived: int, times: BatchTimes) -> None:
         """One request answered: it arrived at `arrived` (monotonic ns) and shared the forward of `times`."""
-        now = time.monotonic_ns()
         self.inferences += rows
         self.last_inference_ms = time.time_ns() // 1_000_000
-        self.success.add(now - arrived)
-        self.stages["queue"].add(times.began - arrived)
-        for stage in STAGES[1:]:
-            self.stages[stage].add(getattr(times, stage))
+        self.success.add(time.monotonic_ns() - arrived)
+        self.queue.add(times.began - arrived)
+        self.stages.add(times)
 
     def count_failure(self, arrived: int) -> None:
         self.fail.add(time.monotonic_ns() - arrived)
@@ -81,12 +98,12 @@ class LayerStats:
             "inference_stats": {
                 "success": self.success.document(),
                 "fail": self.fail.document(),
-                **{stage: duration.document() for stage, duration in self.stages.items()},
+                "queue": self.queue.document(),
+                **self.stages.document(),
                 "cache_hit": Duration().document(),
                 "cache_miss": Duration().document(),
             },
             "batch_stats": [
-                {"batch_size": bucket, **{stage: duration.document() for stage, duration in stages.items()}}
-                for bucket, stages in sorted(self.batches.items())
+                {"batch_size": bucket, **stages.document()} for bucket, stages in sorted(self.buckets.items())
             ],
         }
