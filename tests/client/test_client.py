@@ -66,12 +66,12 @@ def test_a_call_after_close_is_refused() -> None:
 
 def test_the_request_arrives_as_it_was_made() -> None:
     """Guards: headers that the transport adds, drops or repeats."""
-    with serve(layer) as served, Client(served.url + "/p", headers={"X-Key": "ü"}) as c:
+    with serve(layer) as served, Client(served.url + "/p", headers={"X-Key": "\u00fc"}) as c:
         c.infer("a", X)
     request: Received = served.requests[0]
     assert request.path == "/p/v2/models/a/infer"
     assert request.headers["host"] == f"127.0.0.1:{served.port}"
-    assert request.headers["x-key"] == "ü"
+    assert request.headers["x-key"] == "\u00fc"
     assert int(request.headers["content-length"]) == len(request.body)
 
 

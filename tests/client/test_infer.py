@@ -157,7 +157,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "timeout-text": ({"timeout": "1"}, InvalidArgument, "timeout is '1'"),
     "id-empty": ({"request_id": ""}, InvalidArgument, "request_id is ''"),
     "id-with-line-break": ({"request_id": "a\r\nx: y"}, InvalidArgument, "visible ASCII"),
-    "id-not-ascii": ({"request_id": "ü"}, InvalidArgument, "visible ASCII"),
+    "id-not-ascii": ({"request_id": "\u00fc"}, InvalidArgument, "visible ASCII"),
     "id-too-long": ({"request_id": "a" * 129}, InvalidArgument, "1 to 128"),
     "id-number": ({"request_id": 5}, InvalidArgument, "request_id is 5"),
 }

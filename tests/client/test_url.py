@@ -20,8 +20,10 @@ from gemmwire.url import Url, parse_url, segment
         pytest.param("HTTP://Host:80", Url("http", "host", 80, ""), "host", id="upper-case"),
         pytest.param("http://[::1]:8000", Url("http", "::1", 8000, ""), "[::1]:8000", id="ipv6"),
         pytest.param("http://h/a/b/", Url("http", "h", 80, "/a/b"), "h", id="prefix"),
-        pytest.param("http://h/a%20b/ü", Url("http", "h", 80, "/a%20b/%C3%BC"), "h", id="prefix-quoted"),
-        pytest.param("http://bücher.example", Url("http", "xn--bcher-kva.example", 80, ""), None, id="idna"),
+        pytest.param("http://h/a%20b/\u00fc", Url("http", "h", 80, "/a%20b/%C3%BC"), "h", id="prefix-quoted"),
+        pytest.param(
+            "http://b\u00fccher.example", Url("http", "xn--bcher-kva.example", 80, ""), None, id="idna"
+        ),
         pytest.param("http://h:0", Url("http", "h", 0, ""), "h:0", id="port-0"),
     ],
 )
@@ -75,7 +77,7 @@ def test_a_password_is_refused_and_not_repeated() -> None:
         pytest.param("demo.layers.0.attn.wq", "demo.layers.0.attn.wq", id="module-path"),
         pytest.param("a/b", "a%2Fb", id="slash"),
         pytest.param("a?b#c%d e", "a%3Fb%23c%25d%20e", id="reserved"),
-        pytest.param("ü", "%C3%BC", id="not-ascii"),
+        pytest.param("\u00fc", "%C3%BC", id="not-ascii"),
         pytest.param("a\r\nb", "a%0D%0Ab", id="line-break"),
         pytest.param("...", "...", id="three-dots"),
     ],
