@@ -40,8 +40,12 @@ class BaseClient:
     def __init__(self, url: str, timeout: float | None, headers: Mapping[str, str] | None) -> None:
         self._url = parse_url(url)
         self._timeout = _seconds(timeout)
-        self._headers = {"host": self._url.authority, "user-agent": f"gemmwire/{__version__}"}
-        self._headers |= _checked_headers(headers or {})
+        self._headers = {
+            "host": self._url.authority,
+            "user-agent": f"gemmwire/{__version__}",
+            "accept-encoding": "identity",
+            **_checked_headers(headers or {}),
+        }
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._url)!r})"

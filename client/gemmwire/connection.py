@@ -32,9 +32,6 @@ class Deadline:
             raise TimeoutError
         return left
 
-    def passed(self) -> bool:
-        return self._end is not None and time.monotonic() >= self._end
-
 
 class Connection:
     """Errors are those of sockets, and `WireError` for an answer that cannot be read."""
@@ -95,7 +92,7 @@ class Connection:
     def _send_some(self, buffers: Sequence[memoryview]) -> int:
         if hasattr(self._socket, "sendmsg"):
             return self._socket.sendmsg(buffers)
-        return self._socket.send(buffers[0])  # type: ignore[unreachable, unused-ignore]
+        return self._socket.send(buffers[0])
 
     def _read_head(self, deadline: Deadline, failure: OSError | None) -> Head:
         try:
@@ -179,7 +176,7 @@ def _drop(buffers: Sequence[memoryview], sent: int) -> list[memoryview]:
 def _wait(sock: socket.socket, *, writing: bool, seconds: float | None) -> bool:
     """Wait until the socket can be read, or, where `writing`, written; whether it can be read."""
     if not hasattr(select, "poll"):
-        readable, _, _ = select.select([sock], [sock] if writing else [], [], seconds)  # type: ignore[unreachable, unused-ignore]
+        readable, _, _ = select.select([sock], [sock] if writing else [], [], seconds)
         return bool(readable)
     poll = select.poll()
     poll.register(sock, select.POLLIN | (select.POLLOUT if writing else 0))

@@ -29,9 +29,6 @@ class Request:
     headers: Mapping[str, str]
     body: Sequence[Buffer] = ()
 
-    def __str__(self) -> str:
-        return f"{self.method} {self.path}"
-
 
 @dataclass(frozen=True)
 class Reply:

@@ -28,6 +28,10 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class Busy(TimeoutError):
+    """The time passed in the wait for a connection, before anything was sent."""
+
+
 class HTTPTransport:
     """Keep-alive connections to one server, at most `max_connections` at a time; safe to use from threads.
 
@@ -46,9 +50,10 @@ class HTTPTransport:
             with self._pool.slot(deadline):
                 return self._send(request, deadline)
         except TimeoutError as error:
-            if timeout is None or not deadline.passed():  # the system's own, for a host that is not there
+            if timeout is None or error.errno is not None:  # the system's own, for a host that is not there
                 raise ConnectionFailed(f"{what}: {_reason(error)}") from error
-            raise TimedOut(f"{what}: no complete answer within {timeout:g} s") from error
+            busy = f"; {error}" if isinstance(error, Busy) else ""
+            raise TimedOut(f"{what}: no complete answer within {timeout:g} s{busy}") from error
         except OSError as error:
             raise ConnectionFailed(f"{what}: {_reason(error)}") from error
 
@@ -101,7 +106,7 @@ class _Pool:
         if self._closed:
             raise ConnectionError("this client has been closed; make a new one")
         if not self._slots.acquire(timeout=deadline.left()):
-            raise TimeoutError
+            raise Busy(f"all of the client's connections ({self._size}) were in use")
         try:
             yield
         finally:

@@ -104,6 +104,7 @@ def test_the_request_is_the_protocol_s() -> None:
     assert request.headers == {
         "host": "h:1",
         "user-agent": f"gemmwire/{gemmwire.__version__}",
+        "accept-encoding": "identity",
         "authorization": "Bearer k",
         "content-type": "application/octet-stream",
         "inference-header-content-length": str(len(head)),

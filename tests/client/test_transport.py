@@ -107,7 +107,9 @@ def test_a_call_beyond_the_connections_waits_for_one() -> None:
         first = threading.Thread(target=transport.send, args=(GET, 20))
         first.start()
         assert entered.wait(20)
-        with pytest.raises(TimedOut):
+        with pytest.raises(
+            TimedOut, match=r"within 0.1 s; all of the client's connections \(1\) were in use"
+        ):
             transport.send(GET, 0.1)
         go_on.set()
         first.join(20)
