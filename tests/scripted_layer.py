@@ -1,4 +1,4 @@
-"""A layer of three outputs and four inputs, with exact numbers, behind a socket or in place of the network."""
+"""A layer of three outputs and four inputs, with exact numbers, behind a socket or without one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from scripted_server import Served, Session, answer
 
 from gemmwire import Client, wire
 from gemmwire.http1 import Reply, Request
+from scripted_server import Served, Session, answer
 
 W = np.array([[1, 2, 3, 4], [0, 1, 0, -1], [2, 0, 0, 1]], np.float32)
 B = np.array([0.5, -1, 0], np.float32)
@@ -77,5 +77,3 @@ def client(transport: Recorded, url: str = "http://h:1/p", **named: Any) -> Clie
 
 def sent_json(transport: Recorded) -> Any:
     return json.loads(bytes(transport.requests[-1].body[0]))
-
-

@@ -60,9 +60,15 @@ def test_the_service_knows_only_the_wire_of_the_client() -> None:
     assert broken(beyond_wire, modules(SERVICE)) == []
 
 
+# Modules for PyTorch users, who import them by name: nothing else of the client may.
+FOR_TORCH = {"gemmwire.nn"}
+
+
 def test_the_client_imports_torch_and_numpy_only_where_a_call_needs_them() -> None:
     """Guards: an `import gemmwire` of seconds."""
-    assert broken(heavy_at_import, modules(CLIENT)) == []
+    light = [path for path in modules(CLIENT) if path.stem != "nn"]
+    assert broken(heavy_at_import, light) == []
+    assert broken(lambda found: found.of(*FOR_TORCH), light) == []
 
 
 def test_torch_stays_out_of_the_http_layer() -> None:

@@ -47,6 +47,11 @@ class BaseClient:
             **_checked_headers(headers or {}),
         }
 
+    @property
+    def url(self) -> str:
+        """The server's address, as it was given."""
+        return str(self._url)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._url)!r})"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from . import fields
@@ -63,7 +65,8 @@ def _remembered(head: bytes, limits: Limits) -> tuple[InferRequest, int]:
     The `data` of a binary tensor is a slice, of the bytes behind the JSON part.
     """
     tail = _Measure()
-    return _decode_request(fields.json_object(memoryview(head), limits.json_bytes), tail, limits), tail.taken
+    request = _decode_request(fields.json_object(memoryview(head), limits.json_bytes), tail, limits)
+    return replace(request, parameters=MappingProxyType(dict(request.parameters))), tail.taken
 
 
 def _over(request: InferRequest, view: memoryview) -> InferRequest:

@@ -112,5 +112,6 @@ def _entry(layer: Layer) -> ModelIndexEntry:
         reason="",
         n=layer.spec.n,
         k=layer.spec.k,
+        bias=layer.spec.bias,
         backend=layer.backend.name,
     )

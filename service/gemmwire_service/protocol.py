@@ -69,6 +69,7 @@ class ModelIndexEntry(BaseModel):
     reason: str
     n: int
     k: int
+    bias: bool
     backend: str
 
 

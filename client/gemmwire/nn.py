@@ -1,0 +1,65 @@
+"""Linear layers of a PyTorch model on a server. Needs torch: `pip install "gemmwire[torch]"`.
+
+`torch.ops.gemmwire.remote_linear` is one call as an opaque operator, so that a model which holds it compiles
+with `torch.compile(fullgraph=True)`. An operator takes tensors, numbers and text, hence names its client by
+the URL: one is made for each URL and process, unless `use` has given one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from .client import Client
+from .errors import WireError
+
+__all__ = ["client_for", "remote_linear", "use"]
+
+_clients: dict[str, Client] = {}
+_lock = Lock()
+
+
+def use(client: Client) -> str:
+    """Have every `remote_linear` of this process reach the client's server through it; -> its URL."""
+    url = client.url
+    with _lock:
+        _clients[url] = client
+    return url
+
+
+def client_for(url: str) -> Client:
+    """The client of this URL, made on first use. Errors: `InvalidArgument`."""
+    with _lock:
+        if url not in _clients:
+            _clients[url] = Client(url)
+        return _clients[url]
+
+
+@torch.library.custom_op("gemmwire::remote_linear", mutates_args=())
+def remote_linear(x: Tensor, url: str, layer: str, n: int) -> Tensor:
+    """y [..., n] = x [..., K] @ W.T + b of `layer` on the server at `url`, in x's dtype and on its device.
+
+    x: float32, float16 or bfloat16. `n` is the layer's N, which a compiler has to know beforehand. No
+    gradient comes back. Errors: those of `Client.infer`; `WireError` where the layer has another N.
+    """
+    y: Tensor = client_for(url).infer(layer, x.detach())
+    if y.shape != _shape(x.shape, n):
+        raise WireError(
+            "answer_invalid",
+            f"Layer {layer!r} has N={y.shape[-1]}, but n={n} was given; pass client.layer({layer!r}).n",
+            expected=n,
+            got=y.shape[-1],
+        )
+    return y
+
+
+@remote_linear.register_fake
+def _(x: Tensor, url: str, layer: str, n: int) -> Tensor:
+    return x.new_empty(_shape(x.shape, n))
+
+
+def _shape(x: Sequence[int], n: int) -> tuple[int, ...]:
+    return (*x[:-1], n)
