@@ -1,14 +1,15 @@
 """The backends, in order of preference, and the choice among them.
 
-The order is the policy: nothing below knows any backend by name. A backend of PRIORITY that BACKENDS lacks is
-passed over like one that the machine cannot run.
+The order is the policy: nothing below knows any backend by name. A backend of BACKENDS that PRIORITY lacks is
+never chosen by itself, only by its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 
 import torch
 
@@ -21,15 +22,24 @@ PRIORITY = ("flashinfer_trtllm", "flashinfer_cutedsl", "flashinfer_cutlass", "cu
 AUTO = "auto"
 
 
-@cache
-def _emulation() -> Backend:
-    from gemmwire_service.backends.emulation import Emulation
+_CLASSES = {
+    "flashinfer_trtllm": "FlashinferTrtllm",
+    "flashinfer_cutedsl": "FlashinferCutedsl",
+    "flashinfer_cutlass": "FlashinferCutlass",
+    "flashinfer_batch_invariant": "FlashinferBatchInvariant",
+    "cublas": "Cublas",
+    "emulation": "Emulation",
+}
 
-    return Emulation()
+
+@cache
+def _made(name: str) -> Backend:
+    backend: Backend = getattr(import_module(f"{__name__}.{name}"), _CLASSES[name])()
+    return backend
 
 
 # Each is imported, and its one instance made, when it is first asked for.
-BACKENDS: dict[str, Callable[[], Backend]] = {"emulation": _emulation}
+BACKENDS: dict[str, Callable[[], Backend]] = {name: partial(_made, name) for name in _CLASSES}
 
 
 @dataclass(frozen=True)
@@ -58,12 +68,12 @@ def select(spec: LayerSpec, device: torch.device, choice: str = AUTO) -> Selecti
 def _candidates(choice: str) -> tuple[str, ...]:
     """The names of a choice in order, each once."""
     names = [name.strip() for name in choice.split(",")]
-    unknown = [name for name in names if name not in (AUTO, *PRIORITY)]
+    unknown = [name for name in names if name not in (AUTO, *BACKENDS)]
     if unknown:
         raise BackendError(
-            f"no backend is named {unknown[0]!r}: choose auto, one of {', '.join(PRIORITY)}, or a comma list "
+            f"no backend is named {unknown[0]!r}: choose auto, one of {', '.join(BACKENDS)}, or a comma list "
             "of them",
-            expected=[AUTO, *PRIORITY],
+            expected=[AUTO, *BACKENDS],
             got=choice,
         )
     spelled = (PRIORITY if name == AUTO else (name,) for name in names)
@@ -71,8 +81,6 @@ def _candidates(choice: str) -> tuple[str, ...]:
 
 
 def _reason_against(name: str, spec: LayerSpec, device: torch.device) -> str | None:
-    if name not in BACKENDS:
-        return "not built into this version"
     backend = BACKENDS[name]()
     return backend.unavailable(device) or backend.rejects(spec)
 

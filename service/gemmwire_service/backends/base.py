@@ -1,4 +1,4 @@
-"""What a backend is: four verbs and a name.
+"""What a backend is: five verbs and a name.
 
 Two questions are kept apart, and each is answered with a reason or None: can this machine (`unavailable`),
 and can this layer (`rejects`). A backend that answers None to both runs the layer at every bucket; limits are
@@ -28,9 +28,15 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one forward is run."""
+    """How one forward is run.
+
+    layout: where the scales of x lie, "8x4" or "128x4"; quantizer: what quantizes x, "cuda", "cute-dsl" or
+    "torch". Either is "" where the backend has no choice, or is to make it.
+    """
 
     bucket: int
+    layout: str = ""
+    quantizer: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +66,13 @@ class Backend(Protocol):
         """Why the backend cannot run this layer, or None: it can, at every bucket."""
 
     def prepare(self, weight: MxWeight, device: torch.device) -> PreparedWeight:
-        """The weight in this backend's form on `device`. Raises BackendError for values it cannot hold."""
+        """The weight in this backend's form on `device`. Raises BackendError for values it cannot hold.
+
+        It shares no memory with `weight`, which can be freed.
+        """
+
+    def plans(self, bucket: int) -> tuple[Plan, ...]:
+        """The ways to run a forward of `bucket` rows, the best guess first; measuring tells which it is."""
 
     def forward(self, x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
         """out = x @ W.T + bias.
@@ -69,3 +81,17 @@ class Backend(Protocol):
         contiguous. A row of x with a NaN or Inf gives a row of NaN and changes no other row.
         Raises TypeError for a weight that another backend prepared.
         """
+
+
+def check_shapes(x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
+    """Raises ValueError where x or out is not what a forward of the plan takes."""
+    if x.shape != (plan.bucket, weight.k_pad) or out.shape != (plan.bucket, weight.n_pad):
+        raise ValueError(
+            f"x is {list(x.shape)} and out {list(out.shape)}: a forward of bucket {plan.bucket} takes "
+            f"[{plan.bucket}, {weight.k_pad}] and [{plan.bucket}, {weight.n_pad}]"
+        )
+
+
+def foreign_weight(name: str, weight: PreparedWeight) -> TypeError:
+    """What a backend raises for a weight in a form that is not its own."""
+    return TypeError(f"{name} did not prepare this weight: it is {type(weight).__name__}, {weight.layout}")

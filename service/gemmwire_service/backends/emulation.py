@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight
+from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight, check_shapes, foreign_weight
 from gemmwire_service.errors import BackendError
 from gemmwire_service.mxfp8.fake import Workspace, fake_quantize
 from gemmwire_service.mxfp8.format import dequantize
@@ -102,17 +102,14 @@ class Emulation:
             packed is not None,
         )
 
+    def plans(self, bucket: int) -> tuple[Plan, ...]:
+        return (Plan(bucket),)
+
     def forward(self, x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
         """A non-finite element of x is NaN in the rounded x, and with it every dot product over its row."""
         if not isinstance(weight, EmulationWeight):
-            raise TypeError(
-                f"{self.name} did not prepare this weight: it is {type(weight).__name__}, {weight.layout}"
-            )
-        if x.shape != (plan.bucket, weight.k_pad) or out.shape != (plan.bucket, weight.n_pad):
-            raise ValueError(
-                f"x is {list(x.shape)} and out {list(out.shape)}: a forward of bucket {plan.bucket} takes "
-                f"[{plan.bucket}, {weight.k_pad}] and [{plan.bucket}, {weight.n_pad}]"
-            )
+            raise foreign_weight(self.name, weight)
+        check_shapes(x, weight, plan, out)
         scratch = self._scratch(plan.bucket, weight, x.device)
         fake_quantize(x, scratch.x, scratch.workspace)
         if weight.packed:
