@@ -1,11 +1,11 @@
-"""What a layer should answer: float64 over the dequantized operands, compared row by row."""
+"""What a layer should answer: float64 over the dequantized operands, compared to the bit or row by row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from gemmwire_service.mxfp8.format import dequantize, quantize
+from gemmwire_service.mxfp8.format import BLOCK, dequantize, quantize
 from gemmwire_service.mxfp8.weight import MxWeight
 
 TOLERANCE = 2.0**-8
@@ -28,7 +28,34 @@ def spread(m: int, k: int, seed: int = 0) -> Tensor:
     blocks = -(-k // 32)
     values = torch.randint(-127, 128, (m, blocks, 32), generator=generator).float()
     exponents = torch.randint(-12, 12, (m, blocks, 1), generator=generator)
-    return torch.ldexp(values, exponents - 6).view(m, -1)[:, :k].contiguous()
+    return torch.ldexp(values, exponents - 6).view(m, blocks * 32)[:, :k].contiguous()
+
+
+def sparse(rows: int, k: int, generator: torch.Generator) -> Tensor:
+    """FP32 [rows, k], three quarters zero, exact in E4M3: integers up to 15 times 1, 4 or 16 by block, / 16.
+
+    Sums of a few hundred products are exact in FP32 in any order, and most need more bits than BF16 has.
+    """
+    blocks = -(-k // BLOCK)
+    integers = torch.randint(-15, 16, (rows, blocks, BLOCK), generator=generator)
+    kept = torch.rand(rows, blocks, BLOCK, generator=generator) < 0.25
+    exponents = 2 * torch.randint(0, 3, (rows, blocks, 1), generator=generator)
+    return torch.ldexp((integers * kept).float(), exponents - 4).reshape(rows, -1)[:, :k].contiguous()
+
+
+def rounded_once(exact: Tensor) -> Tensor:
+    """float64 that FP32 holds exactly -> BF16."""
+    assert torch.equal(exact.float().double(), exact), "the data has to be exact in FP32"
+    return exact.to(torch.float32).to(torch.bfloat16)
+
+
+def assert_same_bits(y: Tensor, expected: Tensor) -> None:
+    """Bitwise but for the sign of zero, naming the first difference."""
+    wrong = (y != expected).nonzero()
+    assert len(wrong) == 0, (
+        f"{len(wrong)} of {y.numel()} differ, first {wrong[0].tolist()}: "
+        f"{y[tuple(wrong[0])].item()!r}, not {expected[tuple(wrong[0])].item()!r}"
+    )
 
 
 def assert_rows_close(y: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:

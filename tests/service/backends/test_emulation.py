@@ -16,6 +16,7 @@ from gemmwire_service.buckets import Ladder
 from gemmwire_service.errors import BackendError
 from gemmwire_service.mxfp8.format import BLOCK, dequantize, quantize
 from gemmwire_service.mxfp8.weight import MxWeight
+from oracle import assert_same_bits, rounded_once, sparse
 
 CPU = torch.device("cpu")
 M = (1, 7, 8, 9, 128, 129, 300)
@@ -32,18 +33,6 @@ def named(shape: tuple[int, ...]) -> str:
 
 def seeded(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(numbers) % 2**32)
-
-
-def sparse(rows: int, k: int, generator: torch.Generator) -> Tensor:
-    """FP32 [rows, k], three quarters zero, exact in E4M3: integers up to 15 times 1, 4 or 16 by block, / 16.
-
-    Sums of a few hundred products are exact in FP32 in any order, and most need more bits than BF16 has.
-    """
-    blocks = -(-k // BLOCK)
-    integers = torch.randint(-15, 16, (rows, blocks, BLOCK), generator=generator)
-    kept = torch.rand(rows, blocks, BLOCK, generator=generator) < 0.25
-    exponents = 2 * torch.randint(0, 3, (rows, blocks, 1), generator=generator)
-    return torch.ldexp((integers * kept).float(), exponents - 4).reshape(rows, -1)[:, :k].contiguous()
 
 
 def spread(rows: int, k: int, generator: torch.Generator) -> Tensor:
@@ -82,21 +71,6 @@ def relative_errors(y: Tensor, expected: Tensor) -> Tensor:
     """||y - expected|| / ||expected|| of each row."""
     error = torch.linalg.vector_norm(y.double() - expected, dim=1)
     return torch.div(error, torch.linalg.vector_norm(expected, dim=1))
-
-
-def assert_same_bits(y: Tensor, expected: Tensor) -> None:
-    """Bitwise but for the sign of zero, naming the first difference."""
-    wrong = (y != expected).nonzero()
-    assert len(wrong) == 0, (
-        f"{len(wrong)} of {y.numel()} differ, first {wrong[0].tolist()}: "
-        f"{y[tuple(wrong[0])].item()!r}, not {expected[tuple(wrong[0])].item()!r}"
-    )
-
-
-def rounded_once(exact: Tensor) -> Tensor:
-    """float64 that FP32 holds exactly -> BF16."""
-    assert torch.equal(exact.float().double(), exact), "the data has to be exact in FP32"
-    return exact.to(torch.float32).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])

@@ -39,6 +39,9 @@ class Stub:
     def prepare(self, weight: MxWeight, device: torch.device) -> PreparedWeight:
         raise NotImplementedError
 
+    def plans(self, bucket: int) -> tuple[Plan, ...]:
+        raise NotImplementedError
+
     def forward(self, x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
         raise NotImplementedError
 
@@ -67,7 +70,23 @@ def test_auto_on_a_cpu_is_emulation_and_says_why() -> None:
     """Guards: a choice that hides what was passed over."""
     selection = select(SPEC, CPU)
     assert selection.backend.name == "emulation"
-    assert selection.passed_over == tuple((name, "not built into this version") for name in FASTER)
+    reason = "needs an NVIDIA GPU of compute capability 10.0 or higher, not cpu"
+    assert selection.passed_over == tuple((name, reason) for name in FASTER)
+
+
+def test_every_preference_can_be_made() -> None:
+    """Guards: a backend in the order that no entry makes, or one that answers to another name."""
+    assert set(PRIORITY) <= set(BACKENDS)
+    assert {name: make().name for name, make in BACKENDS.items()} == {name: name for name in BACKENDS}
+
+
+def test_what_is_not_in_the_order_is_only_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: the slower batch-invariant kernels for users who did not ask for them."""
+    slower = Stub()
+    install(monkeypatch, flashinfer_batch_invariant=slower)
+    assert select(SPEC, CPU).backend.name == "emulation"
+    assert select(SPEC, CPU, "flashinfer_batch_invariant").backend is slower
+    assert select(SPEC, CPU, "cublas,flashinfer_batch_invariant,auto").backend is slower
 
 
 def test_one_instance_serves_every_layer() -> None:
@@ -112,7 +131,7 @@ def test_a_list_is_a_preference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selection.backend.name == "emulation"
     assert selection.passed_over == (("flashinfer_trtllm", "no such GPU"),)
     assert select(SPEC, CPU, "cublas,emulation").backend is cublas
-    with pytest.raises(BackendError, match="flashinfer_cutlass: not built into this version"):
+    with pytest.raises(BackendError, match="flashinfer_cutlass: needs an NVIDIA GPU"):
         select(SPEC, CPU, "flashinfer_trtllm,flashinfer_cutlass")
 
 
