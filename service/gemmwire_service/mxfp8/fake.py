@@ -15,12 +15,17 @@ This is the hot path of a forward on a CPU, hence few passes and no allocation. 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from gemmwire_service.mxfp8.format import BLOCK
+
+log = logging.getLogger("gemmwire.mxfp8")
 
 _TILE = 1 << 17  # elements rounded at once: the FP32 buffers of a tile fit into the L2 cache of a core
 _SMALLEST_NORMAL = 2.0**-6  # of E4M3
@@ -42,6 +47,9 @@ def fake_quantize(x: Tensor, out: Tensor, workspace: Workspace | None = None) ->
     """
     if x.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
         raise TypeError(f"x is {x.dtype} and out {out.dtype}: both have to be bfloat16")
+    if x.is_cuda and (fused := _fused()) is not None:
+        fused(x, out)
+        return
     if workspace is None:
         workspace = Workspace(x.shape[0], x.shape[1], x.device)
     if x.shape[0] <= workspace.rows:  # a small x is one tile, and splitting it costs as much as rounding it
@@ -49,6 +57,17 @@ def fake_quantize(x: Tensor, out: Tensor, workspace: Workspace | None = None) ->
         return
     for source, target in zip(torch.split(x, workspace.rows), torch.split(out, workspace.rows), strict=True):
         _round_tile(source, target, workspace.tile(source.shape[0]))
+
+
+@cache
+def _fused() -> Callable[[Tensor, Tensor], None] | None:
+    """The same in one kernel for a GPU, where Triton is installed, as it is with torch's CUDA builds."""
+    try:
+        from gemmwire_service.mxfp8.fake_triton import fake_quantize as fused
+    except ImportError as error:
+        log.warning("x is quantized by a dozen kernels instead of one: Triton cannot be imported (%s)", error)
+        return None
+    return fused
 
 
 class Workspace:
