@@ -108,7 +108,7 @@ def _is_backend_supported(backend: str, cc: int | None = None) -> bool:
 def _check(backend: str, batch_invariant: bool, **call: Any) -> None:
     if backend == "auto":
         _check_problem(**call)
-        if not batch_invariant and MACHINE.capability not in SUPPORTED["cutlass"]:
+        if not batch_invariant and not _suits_cutlass(**call):
             raise BackendSupportedError("No suitable auto backends found for mm_mxfp8")
         return
     if not _is_backend_supported(backend, MACHINE.capability):
@@ -118,6 +118,14 @@ def _check(backend: str, batch_invariant: bool, **call: Any) -> None:
     _check_problem(**call)
     if not REQUIREMENTS[backend](**call):
         raise ValueError("Problem size is not supported for mm_mxfp8")
+
+
+def _suits_cutlass(**call: Any) -> bool:
+    """What "auto" comes down to: neither trtllm nor cute-dsl is among its candidates."""
+    try:
+        return _is_backend_supported("cutlass", MACHINE.capability) and _requires_cutlass(**call)
+    except ValueError:
+        return False
 
 
 def _check_problem(

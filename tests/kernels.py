@@ -49,18 +49,19 @@ class Layer:
 
     def layouts(self, m: int) -> tuple[Plan, ...]:
         """One plan for each layout of the scales of x; quantizers give the same bytes."""
-        return tuple({plan.layout: plan for plan in reversed(self.plans(m))}.values())
+        firsts: dict[str, Plan] = {}
+        for plan in self.plans(m):
+            firsts.setdefault(plan.layout, plan)
+        return tuple(firsts.values())
 
     def forward(self, x: Tensor, plan: Plan) -> Tensor:
         """BF16 [m, k] -> BF16 [m, n], staged as the device does it, into an output that holds NaN."""
-        m, k = x.shape
-        device = x.device
-        staged = torch.zeros(plan.bucket, self.prepared.k_pad, dtype=torch.bfloat16, device=device)
-        staged[:m, :k] = x
-        before = staged.clone()
-        out = torch.full((plan.bucket, self.prepared.n_pad), NAN, dtype=torch.bfloat16, device=device)
-        self.backend.forward(staged, self.prepared, plan, out)
-        assert torch.equal(staged.view(torch.int16), before.view(torch.int16)), "the forward changed x"
+        m = x.shape[0]
+        staging = staged(x, plan.bucket, self.prepared.k_pad)
+        before = staging.clone()
+        out = torch.full((plan.bucket, self.prepared.n_pad), NAN, dtype=torch.bfloat16, device=x.device)
+        self.backend.forward(staging, self.prepared, plan, out)
+        assert torch.equal(staging.view(torch.int16), before.view(torch.int16)), "the forward changed x"
         self._check_padding(out[m:], out[:m, self.weight.n :], x)
         return out[:m, : self.weight.n]
 
@@ -81,6 +82,13 @@ class Layer:
     @cached_property
     def _dequantized(self) -> Tensor:
         return dequantize(self.weight.codes, self.weight.scales, torch.float64)
+
+
+def staged(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x among zeros, as a forward takes it."""
+    staging = torch.zeros(rows, columns, dtype=torch.bfloat16, device=x.device)
+    staging[: x.shape[0], : x.shape[1]] = x
+    return staging
 
 
 def seeded(*numbers: int) -> torch.Generator:

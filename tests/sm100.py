@@ -9,8 +9,7 @@ import torch
 
 import flashinfer_sim
 import scaled_mm_sim
-from gemmwire_service.backends import cuda_device, flashinfer_gemm, flashinfer_package
-from gemmwire_service.backends.flashinfer_quantizer import Quantizer
+from gemmwire_service.backends import cuda_device, flashinfer_package, flashinfer_quantizer
 
 CPU = torch.device("cpu")
 PACKAGES = {"flashinfer-python": "0.7.4", "flashinfer-cubin": "0.7.4", "flashinfer-jit-cache": "0.7.4+cu130"}
@@ -33,7 +32,7 @@ def simulate(
     monkeypatch.setattr(cuda_device, "capability", lambda device: capability)
     monkeypatch.setattr(flashinfer_package, "installed", (PACKAGES if packages is None else packages).get)
     monkeypatch.setattr(flashinfer_package, "nvcc", lambda: None)
-    monkeypatch.setattr(flashinfer_gemm, "QUANTIZER", Quantizer())
+    monkeypatch.setattr(flashinfer_quantizer, "QUANTIZER", flashinfer_quantizer.Quantizer())
     for name in ("FLASHINFER_CUBIN_DIR", "FLASHINFER_DISABLE_JIT", "FLASHINFER_NO_DOWNLOAD"):
         monkeypatch.delenv(name, raising=False)
     return simulated

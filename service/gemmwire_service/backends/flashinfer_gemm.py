@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gemmwire_service.backends import flashinfer_quantizer
 from gemmwire_service.backends.base import Plan, check_shapes
 from gemmwire_service.backends.block_scaled import BlockScaledWeight, check_layout, finish, non_finite_rows
-from gemmwire_service.backends.flashinfer_quantizer import QUANTIZER
 from gemmwire_service.mxfp8.layout import ScaleLayout
 
 Layouts = tuple[ScaleLayout, ...]
@@ -15,7 +15,7 @@ Layouts = tuple[ScaleLayout, ...]
 
 def plans(bucket: int, layouts: Layouts) -> tuple[Plan, ...]:
     """Each layout with each quantizer, the layouts in the order given."""
-    quantizers = QUANTIZER.names()
+    quantizers = flashinfer_quantizer.QUANTIZER.names()
     return tuple(Plan(bucket, layout.value, name) for layout in layouts for name in quantizers)
 
 
@@ -34,7 +34,7 @@ def forward(
     plan = plan if plan.layout else plans(plan.bucket, layouts)[0]
     check_shapes(x, weight, plan, out)
     non_finite = non_finite_rows(x)
-    codes, scales = QUANTIZER.quantize(x, ScaleLayout(plan.layout), plan.quantizer)
+    codes, scales = flashinfer_quantizer.QUANTIZER.quantize(x, ScaleLayout(plan.layout), plan.quantizer)
     _multiply(codes, scales, weight, out, plan, backend, batch_invariant)
     finish(out, weight.bias, non_finite)
 
