@@ -63,6 +63,10 @@ class Settings(BaseSettings):
     max_queue: int = Field(1024, ge=1, description="requests that may wait; one more is answered 503")
     max_queue_bytes: int = Field(1 << 30, ge=1024, description="bytes of tensors that may wait")
     cpu_threads: int = Field(0, ge=0, description="threads of one CPU matmul; 0 is one less than the cores")
+    cache_dir: str = Field(
+        "auto",
+        description="folder for measured plans; auto is $XDG_CACHE_HOME/gemmwire, else ~/.cache/gemmwire",
+    )
     log_level: LogLevel = Field("info", description="critical, error, warning, info or debug")
 
     @field_validator("model", "random_layer", mode="before")
