@@ -1,0 +1,94 @@
+"""How long a forward takes, as it will be run: replayed from a CUDA graph, or called on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger("gemmwire.timer")
+
+REPLAYS = 20
+WARM_UPS = 2  # the first call may compile, load a kernel or allocate a workspace; the second shows it did
+
+Run = Callable[[], None]
+
+
+class Timer(Protocol):
+    def microseconds(self, run: Run) -> float:
+        """The median time of one `run`, which may be called any number of times."""
+
+
+def timer_for(device: torch.device) -> Timer:
+    return CudaTimer(device) if device.type == "cuda" else CpuTimer()
+
+
+class CpuTimer:
+    def microseconds(self, run: Run) -> float:
+        for _ in range(WARM_UPS):
+            run()
+        return statistics.median(_elapsed(run) for _ in range(REPLAYS))
+
+
+def _elapsed(run: Run) -> float:
+    began = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - began)
+
+
+class CudaTimer:
+    """Replays of a captured graph, each with a cold L2 cache: between two forwards of one layer a server runs
+    others, whose weights push this one's out.
+
+    `stream` is where runs are warmed up and captured, by default one of the timer's own. Where a run cannot
+    be captured, its calls are timed instead, and the log says so.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._device = device
+        self._stream = stream or torch.cuda.Stream(device)
+        size = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(max(2 * size, 1), dtype=torch.uint8, device=device)
+
+    def microseconds(self, run: Run) -> float:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                run()
+            self._stream.synchronize()
+            replay = self._capture(run)
+            times = self._time(replay)
+        current.wait_stream(self._stream)
+        return statistics.median(times)
+
+    def _capture(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may allocate meanwhile, as those that serve do.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        except Exception as error:
+            torch.cuda.synchronize(self._device)  # raises where more than the capture is lost
+            log.warning("not captured (%s): timed as single calls", error)
+            return run
+        return graph.replay
+
+    def _time(self, replay: Run) -> list[float]:
+        replay()
+        pairs = [self._one(replay) for _ in range(REPLAYS)]
+        self._stream.synchronize()
+        return [1e3 * begin.elapsed_time(end) for begin, end in pairs]
+
+    def _one(self, replay: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueued without waiting: the host is ahead of the flush, so that its own time is not counted."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        begin.record(self._stream)
+        replay()
+        end.record(self._stream)
+        return begin, end
