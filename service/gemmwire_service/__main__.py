@@ -1,25 +1,48 @@
-"""gemmwire-serve: the service's command line."""
+"""gemmwire-serve: the service's command line. Without a command it serves."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _EXTRA = "The service's packages are not installed ({}); run: pip install 'gemmwire[service]'"
 
+Command = Callable[[Sequence[str]], int]
+
+
+def _serve() -> Command:
+    """Exit status: 0 after a graceful stop, 1 where loading failed."""
+    from .serve import serve
+    from .settings import load
+
+    return lambda arguments: serve(load(arguments))
+
+
+def _check() -> Command:
+    """Exit status: 0 where the backend that would serve works, 1 where none does."""
+    from .doctor.command import main as check
+
+    return check
+
+
+# Each is imported when it is called: an installation without the server's packages can still check.
+COMMANDS: dict[str, Callable[[], Command]] = {"serve": _serve, "check": _check}
+DEFAULT = "serve"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a graceful stop, 1 where loading failed, 2 where the settings are wrong."""
+    """Exit status: that of the command; 2 where its arguments are wrong or its packages are not installed."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name, rest = (given[0], given[1:]) if given and given[0] in COMMANDS else (DEFAULT, given)
     try:
-        # Imported here, so that an installation of the client alone says what it lacks.
         from .errors import ServiceError
-        from .serve import serve
-        from .settings import load
+
+        command = COMMANDS[name]()
     except ModuleNotFoundError as error:
         print("gemmwire-serve: " + _EXTRA.format(error), file=sys.stderr)
         return 2
     try:
-        return serve(load(sys.argv[1:] if arguments is None else arguments))
+        return command(rest)
     except ServiceError as error:
         print(f"gemmwire-serve: {error}", file=sys.stderr)
         return 2
