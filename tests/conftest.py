@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from oracle import spread
-from serving import Served, serving, settings
+
+if TYPE_CHECKING:
+    from serving import Served
 
 # name -> (N, K): K below a block, not a multiple of it, and many blocks; N of 1 and ragged.
 SHAPES = {"plain": (64, 128), "ragged": (130, 33), "one": (1, 341), "wide": (96, 512)}
@@ -27,6 +29,8 @@ def weights() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="session")
 def checkpoint(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from safetensors.torch import save_file
+
     path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
     save_file({name: tensor.to(torch.float32) for name, tensor in weights.items()}, path)
     return path
@@ -35,5 +39,8 @@ def checkpoint(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[Served]:
     """The small checkpoint as `m.<layer>`, and the demo as `demo.<layer>`, on a real socket."""
+    # Here, because tests/gpu runs where the server's packages are not installed.
+    from serving import serving, settings
+
     with serving(settings(model=(f"m={checkpoint}", "demo=glassllm"))) as served:
         yield served
