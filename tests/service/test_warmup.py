@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from gemmwire_service import reference, warmup
+from gemmwire_service.backends import BACKENDS
 from gemmwire_service.backends.base import Plan
 from gemmwire_service.backends.emulation import Emulation
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.plans import Environment, Measured, PlanKey, PlanStore
 from gemmwire_service.reference import Reference
 from gemmwire_service.sample import sample_rows
+from gemmwire_service.tuning import tuner_for
 from gemmwire_service.warmup import WarmUp, warm_up
 from oracle import spread
 from scripted_backend import Fault, ScriptedBackend, ScriptedTimer
+from sm100 import simulate
 
 CPU = torch.device("cpu")
 N, K = 130, 384
@@ -257,6 +260,23 @@ def test_a_tuning_miss_fails_the_bucket() -> None:
     warmed = run(backend, 8, 16, tuner=RecordingTuner(backend, missing=(16,)))
     assert warmed.plans == {8: Plan(8, "8x4")}
     assert "strict replay miss" in warmed.failures[0].reason
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith("flashinfer_")])
+def test_flashinfer_is_tuned_before_it_serves(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Guards: a GEMM of FlashInfer outside its tuner's contexts, where an untuned one runs in silence."""
+    machine = simulate(monkeypatch)
+    backend = BACKENDS[name]()
+    prepared = backend.prepare(WEIGHT, CPU)
+    tuner = tuner_for(name, None, (8, 16))
+    warmed = warm_up(backend, prepared, WEIGHT, CPU, (8, 16), memory(), timer=FastTimer(), tuner=tuner)
+    assert warmed.failures == ()
+    assert all(plan in backend.plans(bucket) for bucket, plan in warmed.plans.items())
+    assert list(warmed.plans) == [16, 8]
+    modes = [call["mode"] for function, call in machine.calls if function == "autotune_v2"]
+    assert modes == ["tune", "replay"] * 2
+    first = next(function for function, _ in machine.calls if function in ("autotune_v2", "mm_mxfp8"))
+    assert first == "autotune_v2"
 
 
 # The comparison itself.

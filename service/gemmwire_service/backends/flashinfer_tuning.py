@@ -52,7 +52,7 @@ def tuning(cache_dir: Path | None, buckets: Sequence[int]) -> Iterator[None]:
     Never around a capture: FlashInfer refuses to measure in one.
     """
     flashinfer = load()
-    with flashinfer.autotune_v2("tune", **_options(flashinfer, cache_dir, buckets)):
+    with flashinfer.autotune_v2(mode="tune", **_options(flashinfer, cache_dir, buckets)):
         yield
 
 
@@ -67,7 +67,7 @@ def serving(cache_dir: Path | None, buckets: Sequence[int]) -> Iterator[None]:
     report = flashinfer.ReplayCoverage(max_records=_RECORDS)
     options = _options(flashinfer, cache_dir, buckets)
     try:
-        with flashinfer.autotune_v2("replay", replay_report=report, strict_replay=True, **options):
+        with flashinfer.autotune_v2(mode="replay", replay_report=report, strict_replay=True, **options):
             yield
     finally:
         _tell(report)
