@@ -38,7 +38,7 @@ class Pip:
         words = [str(word) for word in command]
         if "venv" in words:
             self.asked.append("venv")
-            make_environment(self.root)
+            make_environment(self.root, Path(words[-1]).name)
             return subprocess.CompletedProcess(words, 0)
         if "index" in words:
             output = INDEX.format(self.versions) if self.versions else ""
@@ -47,11 +47,11 @@ class Pip:
         return subprocess.CompletedProcess(words, self.install())
 
 
-def make_environment(root: Path) -> None:
+def make_environment(root: Path, name: str = ".venv") -> None:
     """An environment that can be started: its Python is this one."""
-    shutil.rmtree(root / ".venv", ignore_errors=True)
-    (root / ".venv" / "bin").mkdir(parents=True)
-    (root / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    shutil.rmtree(root / name, ignore_errors=True)
+    (root / name / "bin").mkdir(parents=True)
+    (root / name / "bin" / "python").symlink_to(sys.executable)
 
 
 @pytest.fixture
@@ -73,6 +73,33 @@ def dev(root: Path, pip: Pip, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
     monkeypatch.setattr(module.subprocess, "run", pip)
     yield module
     monkeypatch.undo()
+
+
+def test_flashinfer_has_an_environment_of_its_own(dev: ModuleType, pip: Pip, root: Path) -> None:
+    """Guards: gigabytes in the environment of the tests, or an installation that each of the two undoes."""
+    dev.ensure("dev")
+    dev.enter(".venv-flashinfer")
+    dev.ensure("flashinfer")
+    dev.ensure("flashinfer")
+    dev.enter(".venv")
+    dev.ensure("dev")
+    assert pip.asked == ["venv", ".[dev]", "venv", ".[gpu,dev]", dev.ALONE["flashinfer"][-1]]
+    assert json.loads((root / ".venv-flashinfer" / ".gemmwire").read_text())["level"] == "flashinfer"
+
+
+def test_what_is_installed_alone_counts_as_much(dev: ModuleType, pip: Pip) -> None:
+    """Guards: a failed download that passes for an installation."""
+    dev.enter(".venv-flashinfer")
+    pip.install = lambda: len(pip.asked) == 3  # the environment, the extras, and then this
+    with pytest.raises(dev.DevError, match="nothing was started"):
+        dev.ensure("flashinfer")
+
+
+def test_every_command_has_a_level_of_one_environment(dev: ModuleType) -> None:
+    """Guards: a command that dies looking for its environment."""
+    levels = [level for levels in dev.ENVIRONMENTS.values() for level in levels]
+    assert len(levels) == len(set(levels))
+    assert {level for level, _ in dev.COMMANDS.values()} <= set(levels)
 
 
 def change(path: Path) -> None:

