@@ -52,13 +52,18 @@ def versions() -> Versions:
     )
 
 
-def nvcc(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The compiler FlashInfer would use: of CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda, in that order."""
+def cuda_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """What FlashInfer takes for the CUDA toolkit: CUDA_HOME, CUDA_PATH, where nvcc is, or /usr/local/cuda."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     if home is None:
         found = shutil.which("nvcc")
         home = str(Path(found).parent.parent) if found else "/usr/local/cuda"
-    compiler = Path(home, "bin", "nvcc")
+    return Path(home)
+
+
+def nvcc(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The compiler FlashInfer would use."""
+    compiler = cuda_home(environ) / "bin" / "nvcc"
     return str(compiler) if compiler.exists() else None
 
 
@@ -203,6 +208,11 @@ def _no_compiler() -> Iterator[str]:
         yield (
             "FlashInfer has to compile its kernels and finds no nvcc in CUDA_HOME, PATH or /usr/local/cuda: "
             f"install the CUDA toolkit, or {FETCH}"
+        )
+    elif not (cuda_home() / "include" / "cuda_runtime.h").exists():
+        yield (
+            f"FlashInfer takes {cuda_home()} for the CUDA toolkit, by its nvcc, and finds no headers there: "
+            f"set CUDA_HOME to the toolkit's folder, or {FETCH}"
         )
 
 

@@ -106,13 +106,29 @@ def test_packages_that_do_not_fit(
         select(LAYER, CPU, "flashinfer_trtllm")
 
 
-def test_kernels_can_be_compiled_instead_of_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def toolkit(home: Path) -> Path:
+    """A CUDA toolkit as far as anybody looks -> its header."""
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):
+        (home / name).parent.mkdir(parents=True)
+        (home / name).write_text("#!/bin/sh\n")
+        (home / name).chmod(0o755)
+    return home / "include" / "cuda_runtime.h"
+
+
+def test_kernels_can_be_compiled_instead_of_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Guards: the extra `gpu`, which brings no compiled kernels, refused on a machine with nvcc."""
     simulate(monkeypatch, packages={"flashinfer-python": "0.7.4"})
-    monkeypatch.setattr(package, "nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    headers = toolkit(tmp_path / "cuda")
+    monkeypatch.setattr(package, "nvcc", lambda: str(tmp_path / "cuda" / "bin" / "nvcc"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     assert reason() is None
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     assert "FLASHINFER_DISABLE_JIT forbids compiling" in str(reason())
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
+    headers.unlink()
+    assert "finds no headers there: set CUDA_HOME" in str(reason()), "an nvcc that is a link, or a script"
 
 
 def test_cubins_can_be_fetched_instead_of_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +228,7 @@ def test_a_gpu_without_a_batch_invariant_class(monkeypatch: pytest.MonkeyPatch) 
 def test_nvcc_is_looked_for_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: a toolkit that FlashInfer finds and we do not, or the other way round."""
     home = tmp_path / "cuda"
-    (home / "bin").mkdir(parents=True)
-    (home / "bin" / "nvcc").write_text("#!/bin/sh\n")
-    (home / "bin" / "nvcc").chmod(0o755)
+    toolkit(home)
     assert package.nvcc({"CUDA_HOME": str(home)}) == str(home / "bin" / "nvcc")
     assert package.nvcc({"CUDA_PATH": str(home)}) == str(home / "bin" / "nvcc")
     assert package.nvcc({"CUDA_HOME": str(tmp_path)}) is None
