@@ -9,6 +9,8 @@ from .engine import Engine, State
 from .infer import find_layer
 from .layer import Layer
 from .protocol import (
+    BucketPlan,
+    Fallback,
     ModelConfig,
     ModelIndexEntry,
     ModelMetadata,
@@ -18,6 +20,7 @@ from .protocol import (
     ServerMetadata,
     TensorMetadata,
 )
+from .routes import Route
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 PLATFORM = "gemmwire_mxfp8"
@@ -85,7 +88,7 @@ def _metadata(layer: Layer) -> ModelMetadata:
 
 
 def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
-    error = layer.error
+    error, routes = layer.error, layer.routes
     return ModelConfig(
         name=layer.name,
         platform=PLATFORM,
@@ -94,7 +97,12 @@ def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
         k=layer.spec.k,
         bias=layer.spec.bias,
         backend=layer.backend.name,
-        passed_over=[PassedOver(backend=name, reason=reason) for name, reason in layer.selection.passed_over],
+        passed_over=[PassedOver(backend=name, reason=why) for name, why in routes.selection.passed_over],
+        fallbacks=[
+            Fallback(bucket=each.bucket, backend=each.backend, reason=each.reason)
+            for each in routes.fallbacks
+        ],
+        plans=[_plan(bucket, route) for bucket, route in sorted(routes.by_bucket.items())],
         device=device,
         source=layer.source,
         source_dtype=layer.source_dtype,
@@ -102,6 +110,11 @@ def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
         quantization_error=error.quantization if error else None,
         arithmetic_error=error.arithmetic if error else None,
     )
+
+
+def _plan(bucket: int, route: Route) -> BucketPlan:
+    plan = route.plan
+    return BucketPlan(bucket=bucket, backend=route.backend.name, layout=plan.layout, quantizer=plan.quantizer)
 
 
 def _entry(layer: Layer) -> ModelIndexEntry:

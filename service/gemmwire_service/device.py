@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.base import Plan
 from .backlog import Answer, Backlog, Item
 from .buckets import Ladder
 from .layer import Layer
@@ -78,6 +78,7 @@ class Device:
         self.device = device
         self.ladder = ladder
         self._report = report
+        self._contexts = ExitStack()
         self._turn = threading.Lock()  # held by whoever computes
         self._queue: SimpleQueue[Item | Job | None] = SimpleQueue()
         self._backlog = Backlog(ladder.largest)
@@ -99,12 +100,17 @@ class Device:
     # --- the thread ---
 
     def _run(self) -> None:
-        for job in self._jobs():
-            try:
-                with self._turn, torch.inference_mode():
-                    job.run()
-            except Exception:  # a job tells its own waiters; the thread serves on
-                log.exception("a job failed on the device thread")
+        with self._contexts:
+            for job in self._jobs():
+                try:
+                    with self._turn, torch.inference_mode():
+                        job.run()
+                except Exception:  # a job tells its own waiters; the thread serves on
+                    log.exception("a job failed on the device thread")
+
+    def enter(self, context: AbstractContextManager[None]) -> None:
+        """Have the rest of this thread's life run in a context; called by a job."""
+        self._contexts.enter_context(context)
 
     def _jobs(self) -> Iterator[Job]:
         """Run batches until the queue ends; yield each job once the requests before it are done."""
@@ -201,9 +207,9 @@ class Device:
 
     def _fill(self, sources: list[Tensor], layer: Layer, rows: int, bucket: int) -> Tensor:
         """Rows side by side, rounded to BF16, and zeros below them: the bits depend on nothing earlier."""
-        if len(sources) == 1 and rows == bucket and self._fits(sources[0], layer):
+        if len(sources) == 1 and rows == bucket and self._fits(sources[0], layer, bucket):
             return sources[0]
-        x = self._staging.rows(layer.spec.k, layer.weight.k_pad, bucket)
+        x = self._staging.rows(layer.spec.k, layer.routes.by_bucket[bucket].weight.k_pad, bucket)
         start = 0
         for source in sources:
             x[start : start + len(source), : layer.spec.k].copy_(source)
@@ -212,11 +218,11 @@ class Device:
             x[rows:].zero_()
         return x
 
-    def _fits(self, source: Tensor, layer: Layer) -> bool:
+    def _fits(self, source: Tensor, layer: Layer, bucket: int) -> bool:
         """Whether the bytes that came are already what a backend takes."""
         return (
             source.dtype is torch.bfloat16
-            and layer.weight.k_pad == layer.spec.k
+            and layer.routes.by_bucket[bucket].weight.k_pad == layer.spec.k
             and self.device.type == "cpu"
             and source.data_ptr() % _ALIGNED == 0
         )
@@ -228,8 +234,9 @@ class Device:
         return self._compute(self._fill([x], layer, rows, bucket), layer, bucket)[:rows, : layer.spec.n].cpu()
 
     def _compute(self, x: Tensor, layer: Layer, bucket: int) -> Tensor:
-        out = torch.empty(bucket, layer.weight.n_pad, dtype=torch.bfloat16, device=self.device)
-        layer.backend.forward(x, layer.weight, Plan(bucket=bucket), out)
+        route = layer.routes.by_bucket[bucket]
+        out = torch.empty(bucket, route.weight.n_pad, dtype=torch.bfloat16, device=self.device)
+        route.backend.forward(x, route.weight, route.plan, out)
         return out
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .backends import Selection
-from .backends.base import Backend, LayerSpec, PreparedWeight
+from .backends.base import Backend, LayerSpec
+from .routes import Routes
 from .stats import LayerStats
 
 
@@ -26,8 +26,7 @@ class Layer:
     """Changed by the device thread alone once it is served; the event loop reads it."""
 
     spec: LayerSpec
-    selection: Selection
-    weight: PreparedWeight
+    routes: Routes
     source: str
     source_dtype: str
     version: int = 1
@@ -40,4 +39,5 @@ class Layer:
 
     @property
     def backend(self) -> Backend:
-        return self.selection.backend
+        """The one that runs the layer; single buckets may have another (`routes.fallbacks`)."""
+        return self.routes.selection.backend

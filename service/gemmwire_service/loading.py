@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .backends import select
+from .backends import AUTO, BACKENDS, select
 from .backends.base import LayerSpec
 from .buckets import Ladder
 from .check import check
@@ -21,24 +21,38 @@ from .engine import Engine
 from .errors import SettingsError
 from .layer import Layer
 from .mxfp8.weight import MxWeight
+from .plans import Environment, PlanStore, cache_folder
+from .routes import Router
 from .settings import ModelSource, RandomLayer, Settings
 
 log = logging.getLogger("gemmwire.loading")
+
+INVARIANT = "flashinfer_batch_invariant"
+_FIXED_BUCKET = 128
 
 
 def make_engine(settings: Settings, on_loaded: Callable[[Engine], None] | None) -> tuple[Engine, str, Ladder]:
     """-> (engine, device name, ladder). Errors: SettingsError."""
     device = choose_device(settings.device)
-    ladder = Ladder.up_to(settings.max_bucket)
+    ladder, choice = _ladder(settings, device)
     torch.set_num_threads(settings.cpu_threads or max(1, _cores() - 1))
     engine = Engine(
         lambda report: Device(device, ladder, report),
-        lambda owner: load_layers(settings, owner),
+        lambda owner: load_layers(settings, choice, owner),
         max_queue=settings.max_queue,
         max_queue_bytes=settings.max_queue_bytes,
         on_loaded=on_loaded,
     )
     return engine, str(device), ladder
+
+
+def _ladder(settings: Settings, device: torch.device) -> tuple[Ladder, str]:
+    """-> (ladder, choice of backends). Batch invariance is a backend's where one has it, else one fixed M."""
+    if not settings.batch_invariant:
+        return Ladder.up_to(settings.max_bucket), settings.backend
+    if settings.backend == AUTO and BACKENDS[INVARIANT]().unavailable(device) is None:
+        return Ladder.up_to(settings.max_bucket), INVARIANT
+    return Ladder((min(_FIXED_BUCKET, settings.max_bucket),)), settings.backend
 
 
 def _cores() -> int:
@@ -59,16 +73,19 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_layers(settings: Settings, device: Device) -> Iterator[Layer]:
+def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Layer]:
     """Each layer, ready to serve. Errors: SettingsError, CheckpointError, BackendError."""
     names: set[str] = set()
+    cache = cache_folder(settings.cache_dir)
+    store = PlanStore(cache, Environment.of(device.device))
+    router = Router(device.device, device.ladder.buckets, choice, store, cache)
     for source in settings.sources():
-        yield from _unique(_load_checkpoint(source, settings.backend, device), names)
+        yield from _unique(_load_checkpoint(source, router, device), names)
     for random in settings.random_layers():
-        yield from _unique(
-            [_serve(_random_weights(random), f"random {random.n}x{random.k}", settings.backend, device)],
-            names,
-        )
+        origin = f"random {random.n}x{random.k}"
+        yield from _unique([_serve(_random_weights(random), origin, router, device)], names)
+    for tuner in set(router.tuners.values()):  # one that serves several backends of a library is there once
+        device.enter(tuner.serving())
 
 
 def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[Layer]:
@@ -82,16 +99,16 @@ def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[
         yield layer
 
 
-def _load_checkpoint(source: ModelSource, choice: str, device: Device) -> Iterator[Layer]:
+def _load_checkpoint(source: ModelSource, router: Router, device: Device) -> Iterator[Layer]:
     checkpoint = open_checkpoint(Path(source.path))
     _tell(source.path, checkpoint)
     names = checkpoint.names()
     for number, name in enumerate(names, 1):
         n, k, bias = checkpoint.spec(name)
         full = f"{source.name}.{name}" if source.name else name
-        select(LayerSpec(full, n, k, bias), device.device, choice)  # refuse before the weight is read
+        select(LayerSpec(full, n, k, bias), device.device, router.choice)  # refuse before the weight is read
         log.debug("%s: layer %d of %d, %s [%d, %d]", source.path, number, len(names), name, n, k)
-        yield _serve(checkpoint.read(name), source.path, choice, device, full)
+        yield _serve(checkpoint.read(name), source.path, router, device, full)
 
 
 def _tell(path: str, checkpoint: Checkpoint) -> None:
@@ -105,17 +122,18 @@ def _tell(path: str, checkpoint: Checkpoint) -> None:
         log.info("%s: skipped %d (%s): %s", path, len(names), reason, listed(names))
 
 
-def _serve(weights: LayerWeights, source: str, choice: str, device: Device, name: str = "") -> Layer:
+def _serve(weights: LayerWeights, source: str, router: Router, device: Device, name: str = "") -> Layer:
     weight = weights.weight
     spec = LayerSpec(name or weights.name, weight.n, weight.k, weight.bias is not None)
-    selection = select(spec, device.device, choice)
-    layer = Layer(
-        spec=spec,
-        selection=selection,
-        weight=selection.backend.prepare(weight, device.device),
-        source=source,
-        source_dtype=weights.source_dtype,
-    )
+    layer = Layer(spec, router.route(spec, weight), source, weights.source_dtype)
+    for each in layer.routes.fallbacks:
+        log.warning(
+            "layer %s, M=%d: %s failed (%s); another backend runs it",
+            spec.name,
+            each.bucket,
+            each.backend,
+            each.reason,
+        )
     layer.error = check(layer, weight, weights.probe, device)
     return layer
 

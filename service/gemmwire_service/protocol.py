@@ -37,6 +37,19 @@ class PassedOver(BaseModel):
     reason: str
 
 
+class Fallback(BaseModel):
+    bucket: int
+    backend: str = Field(description="the backend that failed at this bucket")
+    reason: str
+
+
+class BucketPlan(BaseModel):
+    bucket: int
+    backend: str
+    layout: str = Field(description="of the scales of x; empty where the backend has no choice")
+    quantizer: str = Field(description="of x; empty where the backend has no choice")
+
+
 class ModelConfig(BaseModel):
     """A served layer in full: y[..., n] = x[..., k] @ W.T + b."""
 
@@ -50,6 +63,8 @@ class ModelConfig(BaseModel):
     passed_over: list[PassedOver] = Field(
         description="better backends, and why they do not run this layer here"
     )
+    fallbacks: list[Fallback] = Field(description="buckets that the backend failed at and another runs")
+    plans: list[BucketPlan] = Field(description="what runs each bucket")
     device: str
     source: str = Field(description="where the weight came from")
     source_dtype: str

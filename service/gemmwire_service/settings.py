@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     max_queue: int = Field(1024, ge=1, description="requests that may wait; one more is answered 503")
     max_queue_bytes: int = Field(1 << 30, ge=1024, description="bytes of tensors that may wait")
     cpu_threads: int = Field(0, ge=0, description="threads of one CPU matmul; 0 is one less than the cores")
+    batch_invariant: bool = Field(
+        False, description="a row has the same bits at any M: by a kernel that promises it, or one fixed M"
+    )
     cache_dir: str = Field(
         "auto",
         description="folder for measured plans; auto is $XDG_CACHE_HOME/gemmwire, else ~/.cache/gemmwire",
@@ -135,6 +138,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for name, field in Settings.model_fields.items():
+        if field.annotation is bool:
+            result.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=field.description)
+            continue
         repeated = get_args(field.annotation)[:1] == (str,)
         default = "" if repeated else f" (default {field.default})"
         result.add_argument(

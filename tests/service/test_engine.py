@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemmwire.wire import Tensor as WireTensor
-from gemmwire_service.backends import select
+from gemmwire_service.backends import Selection
 from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight
 from gemmwire_service.backends.emulation import Emulation
 from gemmwire_service.backlog import Answer, Item
@@ -25,6 +25,7 @@ from gemmwire_service.engine import Engine, State
 from gemmwire_service.errors import DeadlineExceeded, DeviceFailed, Draining, NotReady, QueueFull
 from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
+from gemmwire_service.routes import Route, Routes
 from http_calls import datatype, raw
 from oracle import assert_rows_close, reference, spread
 from serving import hold
@@ -69,6 +70,9 @@ class Rig:
         tensor = WireTensor("x", datatype(x), tuple(x.shape), bytearray(raw(x)))
         return self.engine.submit(self.engine.layers[layer], tensor, x.shape[0], datatype(x), deadline)
 
+    def weight(self, layer: str) -> PreparedWeight:
+        return self.engine.layers[layer].routes.by_bucket[1].weight
+
     async def answer(self, layer: str, x: Tensor) -> Tensor:
         return as_tensor(await self.submit(layer, x).future, x)
 
@@ -86,12 +90,10 @@ async def rig(
 
     def load(device: Device) -> Iterable[Layer]:
         for name, weight in weights.items():
-            spec = LayerSpec(name, N, K, bias=False)
-            selection = select(spec, CPU)
             prepared = backend.prepare(MxWeight.from_float(weight), CPU)
-            layer = Layer(spec, selection, prepared, "test", "F32")
-            object.__setattr__(layer.selection, "backend", backend)
-            yield layer
+            by_bucket = {b: Route(backend, prepared, Plan(b)) for b in device.ladder.buckets}
+            routes = Routes(Selection(backend, ()), by_bucket, ())
+            yield Layer(LayerSpec(name, N, K, bias=False), routes, "test", "F32")
 
     engine = Engine(
         lambda report: Device(CPU, Ladder.up_to(max_bucket), report),
@@ -181,7 +183,7 @@ def test_a_busy_layer_does_not_starve_another() -> None:
             other = r.submit("b", spread(1, K))
             r.release()
             await asyncio.gather(other.future, *(item.future for item in busy))
-            served = [weight is r.engine.layers["b"].weight for weight, _ in r.backend.forwards]
+            served = [weight is r.weight("b") for weight, _ in r.backend.forwards]
             assert served.index(True) == 1, "b waits for one forward of a, not for all of them"
 
     run(test)
@@ -196,7 +198,7 @@ def test_a_cancelled_request_never_reaches_the_device() -> None:
                 item.future.cancel()
             r.release()
             await r.answer("b", spread(1, K))
-            assert [weight for weight, _ in r.backend.forwards] == [r.engine.layers["b"].weight]
+            assert [weight for weight, _ in r.backend.forwards] == [r.weight("b")]
             assert (r.engine.waiting, r.engine.waiting_bytes) == (0, 0)
 
     run(test)

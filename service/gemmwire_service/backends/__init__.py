@@ -6,10 +6,11 @@ never chosen by itself, only by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from types import MappingProxyType
 
 import torch
 
@@ -50,15 +51,21 @@ class Selection:
     passed_over: tuple[tuple[str, str], ...]
 
 
-def select(spec: LayerSpec, device: torch.device, choice: str = AUTO) -> Selection:
+def select(
+    spec: LayerSpec,
+    device: torch.device,
+    choice: str = AUTO,
+    failed: Mapping[str, str] = MappingProxyType({}),
+) -> Selection:
     """The first backend of `choice` that can run the layer on `device`.
 
     choice: "auto", which is PRIORITY; one name, which is binding; or a comma list, which is a preference and
-    may end in auto. Raises BackendError for an unknown name, and, with the reason of each, when none can.
+    may end in auto. `failed` names those that were tried and failed, with the reason. Raises BackendError for
+    an unknown name, and, with the reason of each, when none can.
     """
     passed_over: list[tuple[str, str]] = []
     for name in _candidates(choice):
-        reason = _reason_against(name, spec, device)
+        reason = failed.get(name) or _reason_against(name, spec, device)
         if reason is None:
             return Selection(BACKENDS[name](), tuple(passed_over))
         passed_over.append((name, reason))

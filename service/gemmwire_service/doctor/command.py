@@ -24,7 +24,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     """Exit status: 0 if the backend that would serve works, 1 if none does; argparse exits with 2."""
-    options = _parser(environ).parse_args(list(arguments))
+    options = parser(environ).parse_args(list(arguments))
     # What the backends log is in the report, as the reason of the one it is about.
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -91,29 +91,29 @@ def _in_colour(environ: Mapping[str, str]) -> bool:
     return sys.stdout.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
         prog="gemmwire-serve check",
         description="Say what this host has and lacks, run one small layer through every backend that can, "
         "and say which of them a server would use. Exit status 0 only if that one works.",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    result.add_argument(
         "--backend",
         type=_backends,
         default=environ.get("GEMMWIRE_BACKEND", AUTO),
         metavar="NAME",
         help="as for serving: auto, a name, or a comma list",
     )
-    parser.add_argument(
+    result.add_argument(
         "--device",
         type=_device_name,
         default=environ.get("GEMMWIRE_DEVICE", AUTO),
         metavar="DEVICE",
         help="auto, cpu, cuda or cuda:INDEX",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, whose keys stay as they are")
-    return parser
+    result.add_argument("--json", action="store_true", help="print JSON, whose keys stay as they are")
+    return result
 
 
 def _backends(text: str) -> str:

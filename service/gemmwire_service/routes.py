@@ -1,0 +1,95 @@
+"""Which backend runs each bucket of a layer: the best that can, and the next one where that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .backends import Selection, select
+from .backends.base import Backend, LayerSpec, Plan, PreparedWeight
+from .mxfp8.weight import MxWeight
+from .plans import PlanStore
+from .tuning import Tuner, tuner_for
+from .warmup import BucketFailure, WarmUp, warm_up
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How a forward of one bucket is run."""
+
+    backend: Backend
+    weight: PreparedWeight
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A bucket that a backend was chosen for and failed at; another runs it."""
+
+    bucket: int
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The route of every bucket. `selection` is the first backend that runs any, with those passed over."""
+
+    selection: Selection
+    by_bucket: dict[int, Route]
+    fallbacks: tuple[Fallback, ...]
+
+
+@dataclass
+class Router:
+    """What the layers of a server share on their way to a route; for the device thread."""
+
+    device: torch.device
+    buckets: tuple[int, ...]
+    choice: str
+    store: PlanStore
+    cache: Path | None
+    tuners: dict[str, Tuner] = field(default_factory=dict)
+    warm_up: Callable[..., WarmUp] = warm_up
+
+    def route(self, spec: LayerSpec, weight: MxWeight) -> Routes:
+        """Prepare the weight and try every bucket of it, backend after backend, until each has a route.
+
+        Errors: BackendError naming each backend with its reason where a bucket is left; a backend that was
+        named alone is binding, and its failure at any bucket is that error.
+        """
+        failed: dict[str, str] = {}
+        fallbacks: list[Fallback] = []
+        routes: dict[int, Route] = {}
+        first: Selection | None = None
+        missing = self.buckets
+        while missing:
+            selection = select(spec, self.device, self.choice, failed)
+            backend = selection.backend
+            weight_form, result = self._try(backend, weight, missing)
+            routes |= {b: Route(backend, weight_form, plan) for b, plan in result.plans.items()}
+            fallbacks += [Fallback(each.bucket, backend.name, each.reason) for each in result.failures]
+            missing = tuple(each.bucket for each in result.failures)
+            if missing:
+                failed[backend.name] = _summary(result.failures)
+            if first is None and result.plans:
+                first = selection
+        if first is None:
+            raise ValueError("a ladder without buckets has no routes")
+        return Routes(first, routes, tuple(fallbacks))
+
+    def _try(
+        self, backend: Backend, weight: MxWeight, buckets: tuple[int, ...]
+    ) -> tuple[PreparedWeight, WarmUp]:
+        form = backend.prepare(weight, self.device)
+        tuner = self.tuners.setdefault(backend.name, tuner_for(backend.name, self.cache, self.buckets))
+        return form, self.warm_up(backend, form, weight, self.device, buckets, self.store, tuner=tuner)
+
+
+def _summary(failures: tuple[BucketFailure, ...]) -> str:
+    """One reason for all the buckets at which a backend failed."""
+    shown = ", ".join(str(each.bucket) for each in failures)
+    return f"failed at M={shown}: {failures[0].reason}"
