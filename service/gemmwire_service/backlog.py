@@ -22,6 +22,7 @@ class Answer(NamedTuple):
 
     data: memoryview
     version: int
+    backend: str
     bucket: int
     queue_us: int
     device_us: int

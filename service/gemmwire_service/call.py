@@ -75,7 +75,12 @@ def response(call: Call, spec: LayerSpec, version: int, backend: str, answer: An
     """`answer` None is the answer of no rows, which no device made."""
     parameters: dict[str, bool | int | float | str] = {"backend": backend}
     if answer is not None:
-        parameters |= {"bucket": answer.bucket, "queue_us": answer.queue_us, "device_us": answer.device_us}
+        parameters = {
+            "backend": answer.backend,
+            "bucket": answer.bucket,
+            "queue_us": answer.queue_us,
+            "device_us": answer.device_us,
+        }
     data = answer.data if answer is not None else b""
     y = Tensor(OUTPUT, call.datatype, call.shape(spec.n), data)
     return InferResponse(spec.name, str(answer.version if answer else version), (y,), call.id, parameters)

@@ -266,4 +266,11 @@ def _split(out: Tensor, batch: list[Item], n: int) -> list[Tensor]:
 def _answer(item: Item, y: Tensor, layer: Layer, bucket: int, times: BatchTimes) -> Answer:
     data = y.view(-1).view(torch.uint8).numpy().data
     queue_us = (times.began - item.arrived) // 1000
-    return Answer(data, layer.version, bucket, queue_us, times.device // 1000)
+    return Answer(
+        data,
+        layer.version,
+        layer.routes.by_bucket[bucket].backend.name,
+        bucket,
+        queue_us,
+        times.device // 1000,
+    )
