@@ -23,6 +23,11 @@ REHEARSAL = bool(os.environ.get("REHEARSE_SM100"))
 GOLDENS = Path(__file__).parent / "goldens" / "mxfp8_quantize_cuda.npz"
 
 
+def sized(number: int, rehearsed: int) -> int:
+    """A size or count of a test; the simulators are slow."""
+    return rehearsed if REHEARSAL else number
+
+
 class Graph(Protocol):
     def replay(self) -> None: ...
 

@@ -21,10 +21,11 @@ from gemmwire_service.plans import Environment, PlanKey, PlanStore
 from gemmwire_service.timer import REPLAYS, WARM_UPS, CudaTimer
 from gemmwire_service.tuning import tuner_for
 from gemmwire_service.warmup import warm_up
+from on_gpu import sized
 from oracle import spread
 from source_tree import ROOT
 
-BUCKETS = (1, 8, 64, 256)
+BUCKETS = (1, 8, sized(256, 16))
 
 
 class NoTimer:
