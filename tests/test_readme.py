@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 
+from gemmwire_service.doctor.command import parser
 from gemmwire_service.errors import SettingsError
 from gemmwire_service.settings import load
 from serving import Served
@@ -74,6 +75,9 @@ Check = Callable[[list[str], dict[str, str]], None]
 
 
 def check_serve(words: list[str], variables: dict[str, str]) -> None:
+    if words[:1] == ["check"]:
+        parser(variables).parse_args(words[1:])
+        return
     with patch.dict(os.environ, variables):
         settings = load([word for word in words if word != "&"])
     settings.sources()
@@ -198,6 +202,7 @@ def test_the_readme_shows_both_ends() -> None:
         pytest.param("gemmwire-serve --prt 9000", id="unknown-flag"),
         pytest.param("GEMMWIRE_PORT=nine ./dev serve", id="bad-variable"),
         pytest.param("gemmwire-serve --random-layer try=4096", id="bad-value"),
+        pytest.param("gemmwire-serve check --jsn", id="unknown-flag-of-check"),
         pytest.param("./dev bench nothing", id="no-such-bench"),
         pytest.param("./dev run", id="no-such-command"),
         pytest.param("make run", id="no-such-target"),
