@@ -17,7 +17,7 @@ TOLERANCE = 2.0**-6
 """Rounding to BF16 is off by up to 2^-8 of a number. Emulation rounds y; a backend may round x @ W.T, then y.
 With |x @ W.T| <= |y| + |b| the two differ by up to 2^-8 (3|y| + |b|), below 2^-6 of sqrt(y^2 + b^2)."""
 _COLUMN_ROWS = 8  # from so many rows on, a whole column does not cancel by chance
-_ELEMENTS = 1 << 24  # of a weight that are dequantized at one time, and of an output that are compared
+_ELEMENTS = 1 << 22  # of a weight that are dequantized at one time, and of an output that are compared
 
 
 class Reference:

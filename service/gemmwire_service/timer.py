@@ -6,6 +6,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -27,6 +28,13 @@ def timer_for(device: torch.device) -> Timer:
     return CudaTimer(device) if device.type == "cuda" else CpuTimer()
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream on which forwards of the device are captured: for each stream it has seen, FlashInfer
+    keeps a workspace of 40 MiB."""
+    return torch.cuda.Stream(device)
+
+
 class CpuTimer:
     def microseconds(self, run: Run) -> float:
         for _ in range(WARM_UPS):
@@ -44,13 +52,13 @@ class CudaTimer:
     """Replays of a captured graph, each with a cold L2 cache: between two forwards of one layer a server runs
     others, whose weights push this one's out.
 
-    `stream` is where runs are warmed up and captured, by default one of the timer's own. Where a run cannot
-    be captured, its calls are timed instead, and the log says so.
+    Runs are warmed up and captured on `capture_stream`. Where one cannot be captured, its calls are timed
+    instead, and the log says so.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = stream or torch.cuda.Stream(device)
+        self._stream = capture_stream(device)
         size = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(max(2 * size, 1), dtype=torch.uint8, device=device)
 

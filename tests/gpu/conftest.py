@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gemmwire_service.backends.base import Backend
+from gemmwire_service.timer import capture_stream
 from kernels import KERNELS
 from on_gpu import REHEARSAL, available
 
@@ -34,8 +35,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 @pytest.fixture
 def stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One for all captures of a test: graphs of one stream share FlashInfer's workspace, as in the server."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    """That of the server: graphs that were captured on one stream share FlashInfer's workspace."""
+    return capture_stream(device) if device.type == "cuda" else None
 
 
 @pytest.fixture(autouse=True)
