@@ -29,6 +29,7 @@ class ScriptedBackend:
         self.fault = fault
         self.forwards: list[Plan] = []
         self.xs: list[Tensor] = []
+        self.before = torch.empty(0)  # what the output of the last forward held until then
         self._emulation = Emulation()
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -46,6 +47,7 @@ class ScriptedBackend:
     def forward(self, x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
         self.forwards.append(plan)
         self.xs.append(x.clone())
+        self.before = out.clone()
         self._emulation.forward(x, weight, Plan(plan.bucket), out)
         self.fault(plan, out)
 

@@ -112,10 +112,12 @@ def test_a_candidate_that_writes_nothing_at_some_repetition_is_dropped() -> None
         if plan.layout == "128x4":
             count += 1
             if count > 1:
-                out.copy_(before)
+                out.copy_(backend.before)
 
-    before = torch.zeros(8, 5, dtype=torch.bfloat16)
-    assert chosen(3, 2, fault=fault) == "slow"
+    backend = ScriptedBackend(LAYOUTS, fault)
+    weight = backend.prepare(MxWeight.from_float(spread(5, 33)), CPU)
+    store = PlanStore(None, Environment(*"gctufbw"))
+    assert choose(backend, weight, 8, store, ScriptedTimer(3, 2), device=CPU).layout == "slow"
 
 
 def test_nothing_left_names_every_candidate_with_its_reason() -> None:

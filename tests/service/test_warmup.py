@@ -173,6 +173,30 @@ def test_a_wrong_forward_fails_its_bucket(fault: Fault) -> None:
     assert [failure.bucket for failure in warmed.failures] == [16]
 
 
+def test_rows_that_are_not_written_are_not_taken_for_masked_ones() -> None:
+    """Guards: an output that holds NaN before, where NaN is what is expected."""
+
+    def fault(plan: Plan, out: Tensor) -> None:
+        out[-2:] = backend.before[-2:]
+
+    backend = ScriptedBackend(fault=fault)
+    assert "and y is not NaN throughout that row" in run(backend, 16).failures[0].reason
+
+
+def test_a_faint_column_that_is_wrong_fails_the_bucket() -> None:
+    """Guards: one wrong row of the weight, which no norm over a whole row of y shows."""
+
+    def fault(plan: Plan, out: Tensor) -> None:
+        out[:, 5] *= 2
+
+    rows = spread(N, K) / 2**14
+    rows[5] /= 2**10
+    weight, backend = MxWeight.from_float(rows), ScriptedBackend(fault=fault)
+    prepared = backend.prepare(weight, CPU)
+    warmed = warm_up(backend, prepared, weight, CPU, (16,), memory(), timer=FastTimer())
+    assert "column 5 is 1 off emulation" in warmed.failures[0].reason
+
+
 def permuted_scales() -> MxWeight:
     return replace(WEIGHT, scales=WEIGHT.scales.roll(1, dims=0))
 

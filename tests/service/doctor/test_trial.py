@@ -34,6 +34,17 @@ def test_a_backend_that_works_has_an_error_and_times(monkeypatch: pytest.MonkeyP
     assert 0 <= result.error < 2.0**-8
 
 
+def test_requests_are_staged_as_the_server_stages_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a trial of full buckets only, where the server runs 7 rows in a bucket of 8."""
+    backend = ScriptedBackend()
+    monkeypatch.setitem(BACKENDS, "scripted", lambda: backend)
+    try_backend("scripted", CPU)
+    last = backend.xs[-1]
+    assert last.shape == (16, 384)
+    assert last[:9].any(dim=1).all()
+    assert not last[9:].any()
+
+
 def wrong(plan: Plan, out: Tensor) -> None:
     out[0] *= 1.5
 
