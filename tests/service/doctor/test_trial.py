@@ -14,6 +14,7 @@ from gemmwire_service.backends.base import Plan
 from gemmwire_service.backends.emulation import Emulation
 from gemmwire_service.doctor.trial import FAILS, PASSED_OVER, WORKS, Trial, try_backend, try_isolated
 from scripted_backend import Fault, ScriptedBackend, no_fault
+from sm100 import simulate
 
 CPU = torch.device("cpu")
 
@@ -100,6 +101,14 @@ def test_a_backend_that_cannot_here_is_passed_over_with_its_reason() -> None:
     result = try_backend("cublas", CPU)
     assert result.status == PASSED_OVER
     assert "compute capability 10.0" in (result.reason or "")
+
+
+@pytest.mark.parametrize("name", ["flashinfer_trtllm", "cublas"])
+def test_a_kernel_is_tried_as_the_server_would_run_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Guards: a trial that a real kernel cannot pass: its padding, plans, or FlashInfer's tuner left out."""
+    simulate(monkeypatch)
+    result = try_backend(name, CPU)
+    assert (result.status, result.reason, list(result.microseconds)) == (WORKS, None, ["1", "7", "9"])
 
 
 def test_a_backend_that_cannot_even_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
