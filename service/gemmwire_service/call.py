@@ -12,6 +12,8 @@ from .backends.base import LayerSpec
 from .backlog import Answer
 
 INPUT, OUTPUT = "x", "y"
+LONGEST_US = 365 * 24 * 3600 * 1_000_000
+_JSON_NUMBER = 16  # bytes of one number of an answer, about
 DATATYPES = ("BF16", "FP16", "FP32")
 
 
@@ -60,14 +62,14 @@ def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: in
             expected=f"<= {max_body}",
             got=size,
         )
-    if not call.binary and size > max_json:
+    if not call.binary and call.rows * spec.n * _JSON_NUMBER > max_json:
         raise WireError(
             "json_too_large",
-            f"The answer would hold {call.rows * spec.n} numbers as JSON, more than the limit for JSON of "
-            f"{max_json} bytes; ask for it in binary (parameters.binary_data), or raise --max-json-bytes",
+            f"The answer would hold {call.rows * spec.n} numbers as JSON, which is more than the limit for JSON "
+            f"of {max_json} bytes; ask for it in binary (parameters.binary_data), or raise --max-json-bytes",
             status=413,
-            expected=f"<= {max_json}",
-            got=size,
+            expected=f"<= {max_json // _JSON_NUMBER} numbers",
+            got=call.rows * spec.n,
         )
 
 
@@ -133,12 +135,14 @@ def _deadline(request: InferRequest, header_us: int | None) -> int | None:
     timeout = request.parameters.get("timeout", header_us)
     if timeout is None or timeout == 0:
         return None
-    if type(timeout) is not int or timeout < 0:
+    if type(timeout) is not int or not 0 < timeout <= LONGEST_US:
+        shown = repr(timeout)[:40]
         raise WireError(
             "request_invalid",
-            f"Parameter 'timeout' is {timeout!r}; it must be a whole number of microseconds (0: no deadline)",
-            expected="microseconds",
-            got=repr(timeout)[:40],
+            f"Parameter 'timeout' is {shown}; it must be a whole number of microseconds, at most a year's "
+            f"{LONGEST_US} (0: no deadline)",
+            expected=f"0 to {LONGEST_US}",
+            got=shown,
         )
     return time.monotonic_ns() + timeout * 1000
 

@@ -151,8 +151,9 @@ class Engine:
         return new
 
     def _put(self, items: list[Item]) -> None:
-        for item in items:
+        for item in items:  # all of them before a timer or a caller's `on_wait` could raise
             self._device.put(item)
+        for item in items:
             if item.deadline is not None:
                 self._expire_at(item, item.deadline)
             if item.on_wait is not None:

@@ -81,9 +81,10 @@ class InferEndpoint:
         declared = declared_length(headers, limit)
         header = headers.get(_HEADER_LENGTH)
         offset = int(header) if header is not None and header.isdigit() and len(header) < 10 else 0
-        body = decoded(
-            await read_body(receive, declared, limit, offset), headers.get(b"content-encoding"), limit
-        )
+        body = await read_body(receive, declared, limit, offset)
+        encoding = headers.get(b"content-encoding")
+        if encoding is not None:
+            body = await asyncio.to_thread(decoded, body, encoding, limit)
         length = wire.header_length(header, len(body))
         if length == 0:
             return wire.decode_raw_request(body, INPUT, DATATYPES[0], layer.spec.k)

@@ -82,6 +82,9 @@ CASES: dict[str, tuple[bytes, int | None, int, str]] = {
     "sequence": (document(tensor(), parameters={"sequence_id": 3}), None, 400, "sequence_unsupported"),
     "timeout-text": (document(tensor(), parameters={"timeout": "1"}), None, 400, "request_invalid"),
     "timeout-negative": (document(tensor(), parameters={"timeout": -1}), None, 400, "request_invalid"),
+    "timeout-10^18": (document(tensor(), parameters={"timeout": 10**18}), None, 400, "request_invalid"),
+    "timeout-10^400": (document(tensor(), parameters={"timeout": 10**400}), None, 400, "request_invalid"),
+    "timeout-true": (document(tensor(), parameters={"timeout": True}), None, 400, "request_invalid"),
     "shared-memory": (
         document(tensor(data=None, parameters={"shared_memory_region": "r"})),
         None,
@@ -179,9 +182,10 @@ def test_an_answer_larger_than_the_limit_is_refused_before_it_is_computed(narrow
     executions = narrow.engine.layers["tall"].stats.executions
     reply = infer(narrow, "tall", *message(torch.ones(1, 1)))
     assert (reply.status, reply.json["code"]) == (413, "answer_too_large")
-    x = torch.ones(2, 128)  # 2 x 64 numbers fit the body's limit, but as JSON not its own
-    small = infer(narrow, "m.plain", *message(x, parameters={}))
-    assert small.status == 200
+    assert infer(narrow, "m.plain", *message(torch.ones(2, 128), parameters={})).status == 200
+    long = infer(narrow, "m.plain", *message(torch.ones(8, 128), parameters={}))  # 512 numbers as JSON
+    assert (long.status, long.json["code"]) == (413, "json_too_large")
+    assert infer(narrow, "m.plain", *message(torch.ones(8, 128))).status == 200
     assert narrow.engine.layers["tall"].stats.executions == executions
 
 
