@@ -16,8 +16,8 @@ from .errors import BackendError
 from .layer import Layer, LayerError
 from .mxfp8.format import BLOCK, dequantize, quantize
 from .mxfp8.weight import MxWeight
+from .reference import TOLERANCE
 
-TOLERANCE = 2.0**-7
 _COLUMNS = 256
 
 
@@ -25,7 +25,7 @@ def check(layer: Layer, weight: MxWeight, probe: Probe | None, device: Device) -
     """Errors: BackendError where the forward is further than TOLERANCE from the dequantized operands."""
     x = probe.x if probe is not None else probe_rows(layer.name, layer.spec.k)
     y = device.compute(layer, x).float()
-    arithmetic = _relative(*_against_operands(x, y, weight))
+    arithmetic = _against_operands(x, y, weight)
     if not arithmetic <= TOLERANCE:
         raise BackendError(
             f"Backend {layer.backend.name!r} computes layer {layer.name!r} wrongly: its relative error "
@@ -37,20 +37,25 @@ def check(layer: Layer, weight: MxWeight, probe: Probe | None, device: Device) -
     return LayerError(_relative(y, probe.y) if probe is not None else None, arithmetic)
 
 
-def _against_operands(x: Tensor, y: Tensor, weight: MxWeight) -> tuple[Tensor, Tensor]:
-    """-> (y, reference) over evenly spaced output columns, so that a large layer costs no second weight."""
+def _against_operands(x: Tensor, y: Tensor, weight: MxWeight) -> float:
+    """||y - reference|| / ||(reference, bias)||: a bias that cancels the product does not magnify its rounding.
+
+    Over evenly spaced output columns, so that a large layer costs no second weight.
+    """
     columns = torch.linspace(0, weight.n - 1, min(weight.n, _COLUMNS)).round().long()
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK))
     operand_x = dequantize(*quantize(padded)).double()
     operand_w = dequantize(weight.codes[columns], weight.scales[columns]).double()
     reference = operand_x @ operand_w.T
-    if weight.bias is not None:
-        reference += weight.bias[columns].double()
-    return y[:, columns], reference
+    if weight.bias is None:
+        return _relative(y[:, columns], reference)
+    bias = weight.bias[columns].double().expand_as(reference)
+    return _relative(y[:, columns], reference + bias, beside=bias)
 
 
-def _relative(y: Tensor, reference: Tensor) -> float:
-    """||y - reference|| / ||reference||, 0 where both are zero."""
+def _relative(y: Tensor, reference: Tensor, beside: Tensor | None = None) -> float:
+    """||y - reference|| / ||(reference, beside)||, 0 where all are zero."""
     error = float((y.double() - reference.double()).norm())
-    size = float(reference.double().norm())
+    parts = [reference.double().flatten()] + ([] if beside is None else [beside.flatten()])
+    size = float(torch.cat(parts).norm())
     return error / size if size else error
