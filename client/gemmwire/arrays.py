@@ -91,8 +91,15 @@ class Torch:
                 "x requires grad, and no gradient comes back from a server: pass x.detach(), or call under "
                 "torch.no_grad()",
             )
-        host = x.detach().cpu().resolve_neg().contiguous()
-        return Tensor(name, datatype, tuple(x.shape), _torch_memory(host))
+        try:
+            host = x.detach().cpu().resolve_neg().contiguous()
+            return Tensor(name, datatype, tuple(x.shape), _torch_memory(host))
+        except RuntimeError as error:  # a fake or functional tensor: it has a shape, and no values to send
+            raise InputError(
+                "memory_unsupported",
+                f"x is a {type(x).__name__} whose values cannot be read ({error}); pass a plain tensor, or "
+                "put the call into a compiled model as torch.ops.gemmwire.remote_linear (import gemmwire.nn)",
+            ) from error
 
     def from_wire(self, tensor: Tensor, like: torch.Tensor) -> torch.Tensor:
         import torch
@@ -230,5 +237,8 @@ def _torch_memory(x: torch.Tensor) -> memoryview:
     flat = x.view(-1).view(torch.uint8)
     try:
         return flat.numpy().data
-    except RuntimeError:  # this torch was built without NumPy, or finds none: one copy
+    except RuntimeError as error:
+        if "Numpy is not available" not in str(error):
+            raise
+        # This torch was built without NumPy, or finds none: one copy.
         return memoryview(ctypes.string_at(flat.data_ptr(), flat.numel()))

@@ -57,8 +57,7 @@ class Client(BaseClient):
         x is a NumPy array, a torch tensor or a buffer, of float32, float16 or bfloat16 (the server computes
         from bfloat16); y has x's dtype, or `output_dtype`: "FP32", "FP16", "BF16", or a NumPy or torch dtype.
         `version` asks for these weights and no others. `timeout` (seconds) replaces the client's; the server
-        is told, and drops a request whose time has passed. `request_id` comes back in the answer and is in
-        the server's log.
+        is told, and drops a request whose time has passed. `request_id` comes back in the answer.
         """
         answer = self.call(
             layer, x, output_dtype=output_dtype, version=version, timeout=timeout, request_id=request_id

@@ -244,6 +244,10 @@ def _requested_output(item: object) -> RequestedOutput:
     where = f"output {name[:80]!r}"
     parameters = fields.parameters(item, where)
     _no_shared_memory(parameters, where)
+    if parameters.get("classification"):
+        fields.invalid(
+            f"{where} asks for a classification; a layer gives its y as it is", "no classification", name
+        )
     datatype = parameters.get("datatype")
     if datatype is not None and not isinstance(datatype, str):
         given = fields.kind(datatype)

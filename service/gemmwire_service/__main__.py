@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ServiceError as error:
         print(f"gemmwire-serve: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the server has its own way to stop
+        return 130
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def example(layer: Layer, url: str) -> str:
     """A command that asks this server for one answer."""
     code = (
         f"import gemmwire, numpy as np; "
-        f'print(gemmwire.Client("{url}").infer("{layer.name}", np.ones((1, {layer.spec.k}), "float32")))'
+        f"print(gemmwire.Client({url!r}).infer({layer.name!r}, np.ones((1, {layer.spec.k}), 'float32')))"
     )
     return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
 

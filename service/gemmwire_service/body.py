@@ -6,11 +6,13 @@ import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import numpy as np
+
 from gemmwire.wire import WireError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-_ALIGNMENT = 64
+_ALIGNMENT = 16  # bytes: what the allocator gives, and the largest item
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
@@ -37,7 +39,8 @@ async def read_body(receive: Receive, length: int | None, limit: int, offset: in
     if length is None:
         return await _read_chunked(receive, limit)
     pad = -offset % _ALIGNMENT
-    view = memoryview(bytearray(pad + length))[pad:]
+    # Not a bytearray: it would be zeroed, and so take the declared memory before a byte has come.
+    view = np.empty(pad + length, dtype=np.uint8).data[pad:]
     at = 0
     more = True
     while more:

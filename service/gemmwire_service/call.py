@@ -65,8 +65,8 @@ def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: in
     if not call.binary and call.rows * spec.n * _JSON_NUMBER > max_json:
         raise WireError(
             "json_too_large",
-            f"The answer would hold {call.rows * spec.n} numbers as JSON, more than fit the limit for JSON of "
-            f"{max_json} bytes; ask for it in binary (parameters.binary_data), or raise --max-json-bytes",
+            f"The answer would hold {call.rows * spec.n} numbers as JSON, more than fit the limit for JSON "
+            f"of {max_json} bytes; ask for it in binary (parameters.binary_data), or raise --max-json-bytes",
             status=413,
             expected=f"<= {max_json // _JSON_NUMBER} numbers",
             got=call.rows * spec.n,

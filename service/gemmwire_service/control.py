@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from . import __version__
+from .call import INPUT, OUTPUT
 from .engine import Engine, State
 from .infer import find_layer
 from .layer import Layer
@@ -22,7 +23,7 @@ from .protocol import (
 )
 from .routes import Route
 
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
 PLATFORM = "gemmwire_mxfp8"
 
 
@@ -30,19 +31,19 @@ def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> API
     routes = APIRouter()
 
     @routes.get("/v2")
-    def server_metadata() -> ServerMetadata:
+    async def server_metadata() -> ServerMetadata:
         return ServerMetadata(name="gemmwire", version=__version__, extensions=EXTENSIONS)
 
     @routes.get("/v2/health/live")
-    def live() -> Response:
+    async def live() -> Response:
         return Response(status_code=503 if engine.state is State.FAILED else 200)
 
     @routes.get("/v2/health/ready")
-    def ready() -> Response:
+    async def ready() -> Response:
         return Response(status_code=200 if engine.state is State.READY else 503)
 
     @routes.get("/v2/models/stats")
-    def all_statistics() -> ModelStatistics:
+    async def all_statistics() -> ModelStatistics:
         layers = engine.layers.values()
         return ModelStatistics(
             model_stats=[layer.stats.document(layer.name, layer.version) for layer in layers]
@@ -50,28 +51,28 @@ def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> API
 
     @routes.get("/v2/models/{layer}")
     @routes.get("/v2/models/{layer}/versions/{version}")
-    def metadata(layer: str, version: str | None = None) -> ModelMetadata:
+    async def metadata(layer: str, version: str | None = None) -> ModelMetadata:
         return _metadata(find_layer(engine, layer, version))
 
     @routes.get("/v2/models/{layer}/ready")
     @routes.get("/v2/models/{layer}/versions/{version}/ready")
-    def model_ready(layer: str, version: str | None = None) -> Response:
+    async def model_ready(layer: str, version: str | None = None) -> Response:
         find_layer(engine, layer, version)
         return Response(status_code=200 if engine.state is State.READY else 503)
 
     @routes.get("/v2/models/{layer}/config")
     @routes.get("/v2/models/{layer}/versions/{version}/config")
-    def config(layer: str, version: str | None = None) -> ModelConfig:
+    async def config(layer: str, version: str | None = None) -> ModelConfig:
         return _config(find_layer(engine, layer, version), device, buckets)
 
     @routes.get("/v2/models/{layer}/stats")
     @routes.get("/v2/models/{layer}/versions/{version}/stats")
-    def statistics(layer: str, version: str | None = None) -> ModelStatistics:
+    async def statistics(layer: str, version: str | None = None) -> ModelStatistics:
         found = find_layer(engine, layer, version)
         return ModelStatistics(model_stats=[found.stats.document(found.name, found.version)])
 
     @routes.post("/v2/repository/index")
-    def index(request: RepositoryIndexRequest | None = None) -> list[ModelIndexEntry]:
+    async def index(request: RepositoryIndexRequest | None = None) -> list[ModelIndexEntry]:
         return [_entry(layer) for layer in engine.layers.values()]
 
     return routes
@@ -82,8 +83,8 @@ def _metadata(layer: Layer) -> ModelMetadata:
         name=layer.name,
         versions=[str(layer.version)],
         platform=PLATFORM,
-        inputs=[TensorMetadata(name="x", datatype="BF16", shape=[-1, layer.spec.k])],
-        outputs=[TensorMetadata(name="y", datatype="BF16", shape=[-1, layer.spec.n])],
+        inputs=[TensorMetadata(name=INPUT, datatype="BF16", shape=[-1, layer.spec.k])],
+        outputs=[TensorMetadata(name=OUTPUT, datatype="BF16", shape=[-1, layer.spec.n])],
     )
 
 

@@ -26,9 +26,10 @@ from .stats import BatchTimes
 log = logging.getLogger("gemmwire.device")
 
 # Multiply-adds of a matmul that takes about as long as waking a thread does, 0.1 ms. Below _READ_ONCE rows
-# the time is that of reading the weight, whatever the rows.
+# the time is that of reading the weight, below a K of _WRITE_ONCE that of writing the answer.
 _NOW_BELOW = 1 << 24
 _READ_ONCE = 16
+_WRITE_ONCE = 256
 _ALIGNED = 16  # bytes
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
@@ -41,6 +42,7 @@ class Done(NamedTuple):
     outcomes: list[Answer | Exception | None]
     bucket: int = 0
     times: BatchTimes | None = None
+    forwards: int = 1
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,13 @@ class Device:
 
         The caller sees to it that nothing is queued that came before.
         """
-        spec, rows = batch[0].layer.spec, sum(item.rows for item in batch)
-        work = max(rows, _READ_ONCE) * spec.n * spec.k
-        if self.device.type != "cpu" or work > _NOW_BELOW or rows > self.ladder.largest:
+        rows = sum(item.rows for item in batch)
+        if self.device.type != "cpu" or rows > self.ladder.largest:
+            return None
+        bucket = self.ladder.bucket_for(rows)
+        weight = batch[0].layer.routes.by_bucket[bucket].weight
+        work = max(bucket, _READ_ONCE) * weight.n_pad * max(weight.k_pad, _WRITE_ONCE)
+        if work > _NOW_BELOW:
             return None
         if not self._turn.acquire(blocking=False):
             return None
@@ -193,17 +199,20 @@ class Device:
         return Done(batch, outcomes, bucket, times)
 
     def _forward_chunks(self, item: Item) -> Done:
+        """Each chunk at the largest bucket, the last one too: the answer names one bucket for all rows."""
         began = time.monotonic_ns()
-        layer, source = item.layer, _matrix(item)
+        layer, source, bucket = item.layer, _matrix(item), self.ladder.largest
         y = torch.empty(item.rows, layer.spec.n, dtype=TORCH_DTYPES[item.datatype])
-        start = 0
+        start = forwards = 0
         for rows in self.ladder.chunks(item.rows):
-            bucket = self.ladder.bucket_for(rows)
+            if not item.wanted(time.monotonic_ns()):
+                return Done([item], [None])
             x = self._fill([source[start : start + rows]], layer, rows, bucket)
             y[start : start + rows].copy_(self._compute(x, layer, bucket)[:rows, : layer.spec.n])
             start += rows
+            forwards += 1
         times = BatchTimes(began, 0, time.monotonic_ns() - began, 0)
-        return Done([item], [_answer(item, y, layer, self.ladder.largest, times)], self.ladder.largest, times)
+        return Done([item], [_answer(item, y, layer, bucket, times)], bucket, times, forwards)
 
     def _fill(self, sources: list[Tensor], layer: Layer, rows: int, bucket: int) -> Tensor:
         """Rows side by side, rounded to BF16, and zeros below them: the bits depend on nothing earlier."""

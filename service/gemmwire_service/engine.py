@@ -45,6 +45,7 @@ class Engine:
         self.failure: Exception | None = None
         self.waiting = 0
         self.waiting_bytes = 0
+        self._jobs = 0  # posted and not done
         self._max_queue = max_queue
         self._max_queue_bytes = max_queue_bytes
         self._new: list[Item] = []  # submitted in this turn of the event loop
@@ -66,6 +67,7 @@ class Engine:
     async def stop(self) -> None:
         """Refuse what comes, answer what waits, end the device thread."""
         self.state = State.DRAINING
+        self._put(self._take_new())
         await asyncio.to_thread(self._device.stop)
 
     def _load_layers(self) -> None:
@@ -85,7 +87,7 @@ class Engine:
         if self.state is State.LOADING:
             self.layers = layers if failure is None else {}
             self.state = State.READY if failure is None else State.FAILED
-        if self._on_loaded is not None:
+        if self._on_loaded is not None and self.state is not State.DRAINING:
             self._on_loaded(self)
 
     # --- requests ---
@@ -132,14 +134,26 @@ class Engine:
     def post(self, job: Job) -> None:
         """Have the device run a job after every request submitted so far."""
         self._put(self._take_new())
-        self._device.put(job)
+        self._jobs += 1
+        self._device.put(Job(lambda: self._run_job(job)))
+
+    def _run_job(self, job: Job) -> None:
+        try:
+            job.run()
+        finally:
+            self._call(self._job_done)
+
+    def _job_done(self) -> None:
+        self._jobs -= 1
 
     def _pass_on(self) -> None:
         """Give the requests of this turn to the device, or compute them here if that is faster."""
         new = self._take_new()
         if not new:
             return
-        if len(new) == self.waiting and all(item.layer is new[0].layer for item in new):
+        now = time.monotonic_ns()
+        nothing_before = len(new) == self.waiting and not self._jobs
+        if nothing_before and all(item.layer is new[0].layer and item.wanted(now) for item in new):
             done = self._device.compute_now(new)
             if done is not None:
                 self._finish(done)
@@ -205,7 +219,7 @@ class Engine:
             self.waiting_bytes -= item.nbytes
             self._settle(item, outcome, done)
         if done.times is not None:
-            done.items[0].layer.stats.count_batch(done.bucket, done.times)
+            done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
 
     def _settle(self, item: Item, outcome: Answer | Exception | None, done: Done) -> None:
         stats = item.layer.stats
@@ -233,7 +247,7 @@ def _exception(outcome: object) -> BaseException | None:
 
 def _expired() -> DeadlineExceeded:
     return DeadlineExceeded(
-        "The request's deadline passed before the device took it; allow more time, or send less"
+        "The request's deadline passed before its answer was there; allow more time, or send less"
     )
 
 

@@ -36,6 +36,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _WATCH_AFTER_S = 0.02
 _JOIN_BELOW = 64 << 10
 _PARSE_ON_LOOP_BELOW = 256 << 10
+_ENCODE_ON_LOOP_BELOW = 4096  # numbers as JSON
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class InferEndpoint:
         refuse_large_answer(call, layer.spec, self._limits.body_bytes, self._limits.json_bytes)
         answer = await self._compute(call, layer, receive) if call.rows else None
         reply = response(call, layer.spec, layer.version, layer.backend.name, answer)
-        return wire.encode_response(reply, [call.binary])
+        if call.binary or call.rows * layer.spec.n < _ENCODE_ON_LOOP_BELOW:
+            return wire.encode_response(reply, [call.binary])
+        return await asyncio.to_thread(wire.encode_response, reply, [False])
 
     async def _read(self, headers: Headers, receive: Receive, layer: Layer) -> wire.InferRequest:
         limit = self._limits.body_bytes

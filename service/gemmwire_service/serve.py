@@ -26,6 +26,7 @@ def serve(settings: Settings) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     listener = bind(settings.host, settings.port)
+    where = url(listener, settings.host)
     if not is_loopback(listener):
         log.warning(
             "%s:%d is open to everybody who can reach this machine: there is no access control yet; "
@@ -41,8 +42,8 @@ def serve(settings: Settings) -> int:
     def on_loaded(engine: Engine) -> None:
         if engine.failure is not None:
             server.should_exit = True
-        else:
-            announce(engine, url(listener, settings.host), time.monotonic() - began)
+        elif not server.should_exit:
+            announce(engine, where, time.monotonic() - began)
 
     app = create_app(settings, on_loaded)
     server = make_server(app, settings)

@@ -68,9 +68,9 @@ class LayerStats:
     stages: Stages = field(default_factory=Stages)
     buckets: dict[int, Stages] = field(default_factory=dict)
 
-    def count_batch(self, bucket: int, times: BatchTimes) -> None:
-        """One forward of one bucket; its rows are counted request by request in `count_success`."""
-        self.executions += 1
+    def count_batch(self, bucket: int, times: BatchTimes, forwards: int = 1) -> None:
+        """One batch of one bucket, in one forward unless chunked; rows are counted in `count_success`."""
+        self.executions += forwards
         stages = self.buckets.get(bucket)
         if stages is None:
             stages = self.buckets[bucket] = Stages()

@@ -289,3 +289,20 @@ def test_torch_works_without_numpy() -> None:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_tensor_without_values_is_refused_and_nothing_is_sent() -> None:
+    """Guards: the bytes of whatever lies at address 0 taken for a fake tensor's values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2, 3)
+    with pytest.raises(InputError, match="FakeTensor"):
+        framework_of(fake).to_wire(fake, "x")
+
+    def inside(row: torch.Tensor) -> torch.Tensor:
+        framework_of(row).to_wire(row, "x")
+        return row
+
+    with pytest.raises(InputError, match="cannot be read"):
+        torch.vmap(inside)(torch.ones(2, 3))

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,3 +142,36 @@ def test_an_installation_of_the_client_alone_says_what_to_install() -> None:
         True,
         False,
     )
+
+
+def test_a_client_with_a_half_sent_body_does_not_keep_it_alive() -> None:
+    with process("--random-layer", "r=8x64") as (running, printed):
+        port = int(re.search(r"http://127\.0\.0\.1:(\d+)", "\n".join(printed))[1])  # type: ignore[index]
+        with socket.create_connection(("127.0.0.1", port)) as link:
+            link.sendall(b"POST /v2/models/r/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+            time.sleep(0.2)
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(30) == 0
+
+
+def test_a_signal_while_it_loads_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    """Loading takes longer than the wait for the port, which is bound before."""
+    with subprocess.Popen(
+        [*COMMAND, "--port", "0", "--random-layer", "r=8192x8192"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as running:
+        time.sleep(2.0)
+        running.send_signal(signal.SIGTERM)
+        _, said = running.communicate(timeout=60)
+    assert "Traceback" not in said
+    assert running.returncode in (0, -signal.SIGTERM), said
+
+
+def test_an_address_open_to_others_is_warned_about() -> None:
+    with process("--random-layer", "r=8x64", "--host", "0.0.0.0") as (running, _):
+        running.send_signal(signal.SIGTERM)
+        assert running.stderr is not None
+        assert "access control" in running.stderr.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.responses import JSONResponse
+from safetensors.torch import save_file
+from torch import Tensor
 
 import gemmwire_service.loading as loading
+from gemmwire_service.app import create_app
+from gemmwire_service.backends.emulation import Emulation
 from gemmwire_service.checkpoint import open_checkpoint
+from gemmwire_service.checkpoint.safetensors import SafetensorsCheckpoint
 from gemmwire_service.engine import State
+from gemmwire_service.errors import BackendError
 from http_calls import call, infer, message
 from serving import Served, serving, settings, until
 
@@ -131,5 +139,80 @@ def test_two_checkpoints_without_names_of_their_own_are_refused(checkpoint: Path
     with (
         pytest.raises(Exception, match=r"Two layers are named '.*--model NAME=PATH"),
         serving(settings(model=(str(checkpoint), str(checkpoint)))),
+    ):
+        pass
+
+
+def test_a_backend_that_computes_a_layer_wrongly_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Emulation.forward
+
+    def doubled(self: Emulation, x: Tensor, weight: Any, plan: Any, out: Tensor) -> None:
+        real(self, x, weight, plan, out)
+        out[:, -1] *= 2
+
+    monkeypatch.setattr(Emulation, "forward", doubled)
+    with (
+        pytest.raises(BackendError, match="wrongly"),
+        serving(settings(model=(f"m={checkpoint}",))),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-60, 2.0**100, 2.0**118], ids=lambda s: f"{s:.0e}")
+def test_weights_of_any_size_are_served(scale: float, tmp_path: Path) -> None:
+    """Guards: a self-check that takes an overflow or underflow of its own rows for a fault."""
+    path = tmp_path / "model.safetensors"
+    save_file({"w.weight": torch.full((8, 64), scale), "w.bias": torch.full((8,), scale)}, path)
+    with serving(settings(model=(f"m={path}",))) as served:
+        x = torch.full((1, 64), 0.5)
+        y = infer(served, "m.w", *message(x)).tensor
+        if scale > 2.0**-100:
+            assert torch.equal(y, torch.full((1, 8), 33 * scale))
+
+
+def test_what_is_skipped_and_what_was_decided_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w.weight": torch.ones(8, 64), "norm.weight": torch.ones(8)}, path)
+    with caplog.at_level("INFO", "gemmwire"), serving(settings(model=(f"m={path}",))):
+        pass
+    assert any("norm.weight" in line and "1-D" in line for line in caplog.messages)
+
+
+def test_a_middleware_that_a_user_adds_is_not_passed_by(checkpoint: Path) -> None:
+    """Guards: access control in front of everything but infer."""
+    app = create_app(settings(model=(f"m={checkpoint}",)))
+    seen: list[str] = []
+
+    @app.middleware("http")
+    async def noting(request: Any, call_next: Any) -> Any:
+        seen.append(request.url.path)
+        return JSONResponse({"error": "no"}, status_code=401)
+
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(sent_message: Any) -> None:
+        sent.append(sent_message)
+
+    path = "/v2/models/m.plain/infer"
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 401
+    assert seen == ["/v2/models/m.plain/infer"]
+
+
+def test_a_backend_that_cannot_is_refused_before_the_weight_is_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", lambda self, name: pytest.fail(f"read {name}"))
+    with (
+        pytest.raises(BackendError, match="flashinfer_trtllm"),
+        serving(settings(model=(f"m={checkpoint}",), backend="flashinfer_trtllm")),
     ):
         pass

@@ -386,3 +386,160 @@ def test_statistics_count_rows_and_batches() -> None:
             assert stats["last_inference"] > 0
 
     run(test)
+
+
+def test_requests_of_two_layers_in_one_turn_each_get_their_own_weights() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            x = spread(3, K, seed=5)
+            items = {name: r.submit(name, x) for name in "ab"}
+            for name, item in items.items():
+                assert_rows_close(as_tensor(await item.future, x), reference(x, r.weights[name]))
+
+    run(test)
+
+
+def test_a_request_that_was_cancelled_or_has_expired_in_its_turn_is_not_computed() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            cancelled = r.submit("a", spread(1, K))
+            cancelled.future.cancel()
+            late = r.submit("b", spread(1, K), time.monotonic_ns() + 20_000_000)
+            time.sleep(0.03)  # as long as the turn of the event loop takes
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.wait_for(late.future, 10)
+            await r.answer("a", spread(1, K))
+            assert len(r.backend.forwards) == 1
+            assert r.engine.waiting == 0
+
+    run(test)
+
+
+def test_a_posted_job_is_never_overtaken_by_a_later_request() -> None:
+    """Guards: a refit that was posted, and an answer after it from the weights before it."""
+
+    async def test() -> None:
+        async with rig() as r:
+            for number in range(200):
+                done: list[int] = []
+                r.engine.post(Job(lambda done=done, number=number: done.append(number)))  # type: ignore[misc]
+                await r.answer("a", spread(1, K))
+                assert done == [number]
+
+    run(test)
+
+
+def test_stopping_answers_what_came_in_the_same_turn() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.hold()
+            x = spread(1, K)
+            item = r.submit("a", x)
+            r.release()
+            await r.engine.stop()
+            await asyncio.wait_for(item.future, 10)
+
+    run(test)
+
+
+def test_nothing_in_a_turn_is_lost_to_the_timer_of_one_of_its_requests() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.hold()
+            poison = r.submit("a", spread(1, K), time.monotonic_ns() + 10**30)
+            others = [r.submit("a", spread(1, K)) for _ in range(3)]
+            r.release()
+            await asyncio.wait_for(asyncio.gather(*(item.future for item in others)), 10)
+            assert poison.future.done()
+
+    asyncio.run(_quiet(test))
+
+
+async def _quiet(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """The event loop's report of the timer that could not be set is what the test provokes."""
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    await test()
+
+
+def test_a_lone_request_is_computed_before_its_turn_ends() -> None:
+    """Guards: a lone client that waits for a turn of the event loop, for company that does not come."""
+
+    async def test() -> None:
+        async with rig() as r:
+            r.engine.in_flight = lambda: 1
+            assert r.submit("a", spread(1, K)).future.done()
+            r.engine.in_flight = lambda: 2
+            item = r.submit("a", spread(1, K))
+            assert not item.future.done()
+            await item.future
+
+    run(test)
+
+
+def test_a_large_matmul_is_left_to_the_device_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: an event loop that answers nobody while it multiplies."""
+
+    async def test() -> None:
+        async with rig(max_bucket=4096) as r:
+            threads: list[str] = []
+            real = r.backend.forward
+
+            def noting(*arguments: Any) -> None:
+                threads.append(threading.current_thread().name)
+                real(*arguments)
+
+            monkeypatch.setattr(r.backend, "forward", noting)
+            for m in (1, 4096):
+                await r.answer("a", spread(m, K))
+            assert threads == ["MainThread", "gemmwire-device"]
+
+    run(test)
+
+
+def test_a_chunked_request_runs_every_chunk_at_the_bucket_it_names_and_counts_them() -> None:
+    async def test() -> None:
+        async with rig(max_bucket=4) as r:
+            answer = await r.submit("a", spread(9, K)).future
+            assert answer.bucket == 4
+            assert [bucket for _, bucket in r.backend.forwards] == [4, 4, 4]
+            assert r.engine.layers["a"].stats.executions == 3
+
+    run(test)
+
+
+def test_a_chunked_request_whose_caller_has_left_stops_between_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with rig(max_bucket=1) as r:
+            item = r.submit("a", spread(50, K))
+            real = r.backend.forward
+
+            def cancel() -> None:
+                item.future.cancel()
+
+            def leaving(*arguments: Any) -> None:
+                real(*arguments)
+                if len(r.backend.forwards) == 2:
+                    r.engine._call(cancel)
+                    time.sleep(0.2)
+
+            monkeypatch.setattr(r.backend, "forward", leaving)
+            with pytest.raises(asyncio.CancelledError):
+                await item.future
+            await r.answer("b", spread(1, K))
+            assert len(r.backend.forwards) <= 4
+
+    run(test)
+
+
+def test_a_failure_of_the_device_is_counted() -> None:
+    async def test() -> None:
+        async with rig() as r:
+            r.hold()
+            r.submit("a", spread(1, K)).future.cancel()
+            r.release()
+            await r.answer("b", spread(1, K))
+            assert r.engine.layers["a"].stats.fail.count == 1
+
+    run(test)
