@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
+from io import TextIOWrapper
 
 from . import __version__
 from .engine import Engine
@@ -14,6 +15,8 @@ _SHOWN = 40
 
 
 def announce(engine: Engine, url: str, seconds: float) -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a layer's name may have letters that it lacks
     print("\n".join(lines(list(engine.layers.values()), url, seconds)), flush=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -83,9 +84,10 @@ def _install_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: Exception) -> Response:
         return _problem(request, error)
 
+    @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: Exception) -> Response:
-        details = error.errors() if isinstance(error, RequestValidationError) else []
+        details = error.errors() if isinstance(error, RequestValidationError | ValidationError) else []
         sentence = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in details)
         return _problem(request, WireError("request_invalid", f"The request is not valid: {sentence}"))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from . import __version__
+from .body import declared_length, read_body
 from .call import INPUT, OUTPUT
 from .engine import Engine, State
 from .infer import find_layer
@@ -25,6 +26,7 @@ from .routes import Route
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
 PLATFORM = "gemmwire_mxfp8"
+_SMALL = 64 << 10  # bytes of a body without tensors
 
 
 def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> APIRouter:
@@ -72,7 +74,10 @@ def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> API
         return ModelStatistics(model_stats=[found.stats.document(found.name, found.version)])
 
     @routes.post("/v2/repository/index")
-    async def index(request: RepositoryIndexRequest | None = None) -> list[ModelIndexEntry]:
+    async def index(request: Request) -> list[ModelIndexEntry]:
+        body = await read_body(request.receive, declared_length(dict(request.headers.raw), _SMALL), _SMALL, 0)
+        if body:
+            RepositoryIndexRequest.model_validate_json(bytes(body))
         return [_entry(layer) for layer in engine.layers.values()]
 
     return routes

@@ -237,7 +237,10 @@ class Device:
         )
 
     def compute(self, layer: Layer, x: Tensor) -> Tensor:
-        """x [m, K] -> y BF16 [m, N], as a request of m rows would get it; m is at most the largest bucket."""
+        """x [m, K] -> y BF16 [m, N], each rows of at most the largest bucket as a request would get them."""
+        return torch.cat([self._compute_rows(layer, rows) for rows in x.split(self.ladder.largest)])
+
+    def _compute_rows(self, layer: Layer, x: Tensor) -> Tensor:
         rows = x.shape[0]
         bucket = self.ladder.bucket_for(rows)
         return self._compute(self._fill([x], layer, rows, bucket), layer, bucket)[:rows, : layer.spec.n].cpu()

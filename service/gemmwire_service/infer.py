@@ -54,6 +54,8 @@ class InferEndpoint:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers: Headers = dict(scope["headers"])
         try:
+            if len(headers) != len(scope["headers"]):
+                _refuse_repeated(scope["headers"])
             reply, buffers = await self._answer(scope["path_params"], headers, receive)
             status = 200
         except ClientLeft:
@@ -108,6 +110,7 @@ class InferEndpoint:
         finally:
             if item.watcher is not None:
                 item.watcher.cancel()
+                item.watcher = None  # a cycle, which would keep the answer until the collector comes
 
 
 def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
@@ -160,6 +163,19 @@ def request_id(headers: Headers) -> str:
     if value is None:
         return ""
     return value.decode() if _REQUEST_ID.fullmatch(value) else ""
+
+
+def _refuse_repeated(headers: list[tuple[bytes, bytes]]) -> None:
+    """Errors: `frame_invalid` where a header that says how to read the body comes twice."""
+    names = [name for name, _ in headers]
+    for name in (_HEADER_LENGTH, b"content-encoding", TIMEOUT):
+        if names.count(name) > 1:
+            raise WireError(
+                "frame_invalid",
+                f"Header {name.decode()} came {names.count(name)} times; send it once",
+                expected=1,
+                got=names.count(name),
+            )
 
 
 def _timeout(headers: Headers) -> int | None:

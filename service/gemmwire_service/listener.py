@@ -7,6 +7,8 @@ from ipaddress import ip_address
 
 from .errors import SettingsError
 
+BACKLOG = 2048
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind before anything is loaded, so that a taken port is told at once and port 0 has a number to print.
@@ -23,6 +25,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # Two sockets may be bound to one port until one of them listens, and loading takes a while.
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise _refused(host, port, error) from None

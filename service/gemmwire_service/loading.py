@@ -92,7 +92,8 @@ def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[
     for layer in layers:
         if layer.name in names:
             raise SettingsError(
-                f"Two layers are named {layer.name!r}; give each checkpoint its own name: --model NAME=PATH",
+                f"Two layers are named {layer.name!r}; give each checkpoint (--model NAME=PATH) "
+                "and random layer its own name",
                 got=layer.name,
             )
         names.add(layer.name)

@@ -10,6 +10,7 @@ import torch
 
 from .backends import Selection, select
 from .backends.base import Backend, LayerSpec, Plan, PreparedWeight
+from .errors import BackendError
 from .mxfp8.weight import MxWeight
 from .plans import PlanStore
 from .tuning import Tuner, tuner_for
@@ -69,7 +70,12 @@ class Router:
         while missing:
             selection = select(spec, self.device, self.choice, failed)
             backend = selection.backend
-            weight_form, result = self._try(backend, weight, missing)
+            try:
+                weight_form, result = self._try(backend, weight, missing)
+            except BackendError as error:
+                raise BackendError(
+                    f"layer {spec.name!r}: {error}", expected=error.expected, got=error.got
+                ) from error
             routes |= {b: Route(backend, weight_form, plan) for b, plan in result.plans.items()}
             fallbacks += [Fallback(each.bucket, backend.name, each.reason) for each in result.failures]
             missing = tuple(each.bucket for each in result.failures)

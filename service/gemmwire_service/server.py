@@ -5,11 +5,11 @@ from __future__ import annotations
 import uvicorn
 from fastapi import FastAPI
 
+from .listener import BACKLOG
 from .settings import Settings
 
 # Longer than the pools of common clients and proxies keep a connection, so that they close it, not we.
 KEEP_ALIVE_S = 75
-BACKLOG = 2048
 GRACE_S = 10  # for requests under way when the server is told to stop; a half-sent one would hold it for ever
 
 

@@ -21,6 +21,7 @@ from .errors import SettingsError
 PREFIX = "GEMMWIRE_"
 DEMO = "demo=glassllm"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LARGEST_RANDOM = 1 << 31
 _RANDOM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -59,10 +60,12 @@ class Settings(BaseSettings):
         4096, ge=1, le=65536, description="largest M of one forward; more rows are chunked"
     )
     max_body_bytes: int = Field(256 << 20, ge=1024, description="largest request body, and largest answer")
-    max_json_bytes: int = Field(8 << 20, ge=1024, description="largest JSON part of a request or an answer")
+    max_json_bytes: int = Field(2 << 20, ge=1024, description="largest JSON part of a request or an answer")
     max_queue: int = Field(1024, ge=1, description="requests that may wait; one more is answered 503")
     max_queue_bytes: int = Field(1 << 30, ge=1024, description="bytes of tensors that may wait")
-    cpu_threads: int = Field(0, ge=0, description="threads of one CPU matmul; 0 is one less than the cores")
+    cpu_threads: int = Field(
+        0, ge=0, le=1024, description="threads of one CPU matmul; 0 is one less than the cores"
+    )
     batch_invariant: bool = Field(
         False, description="a row has the same bits at any M: by a kernel that promises it, or one fixed M"
     )
@@ -95,7 +98,7 @@ class Settings(BaseSettings):
 
 def _source(text: str) -> ModelSource:
     name, equals, path = text.partition("=")
-    if not equals:
+    if not equals and text:
         return ModelSource("", text)
     if not _NAME.fullmatch(name) or not path:
         raise SettingsError(
@@ -111,11 +114,17 @@ def _random(text: str) -> RandomLayer:
     size = _RANDOM.fullmatch(shape)
     if not _NAME.fullmatch(name) or size is None:
         raise SettingsError(
-            f"--random-layer is {text!r}; it must be NAME=NxK, such as try=1024x4096",
+            f"--random-layer is {text!r}; it must be NAME=NxK, such as try=1024x4096; "
+            "NAME has letters, digits and '._-'",
             expected="NAME=NxK",
             got=text,
         )
-    return RandomLayer(name, int(size[1]), int(size[2]))
+    n, k = int(size[1]), int(size[2])
+    if n * k > _LARGEST_RANDOM:
+        raise SettingsError(
+            f"--random-layer is {text!r}, {n * k} weights; at most {_LARGEST_RANDOM} are made", got=text
+        )
+    return RandomLayer(name, n, k)
 
 
 def load(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:

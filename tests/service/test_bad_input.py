@@ -113,6 +113,24 @@ def test_a_header_length_that_is_no_number(server: Served, value: str) -> None:
     assert (reply.status, reply.json["code"]) == (400, "frame_invalid")
 
 
+def test_a_header_that_says_how_to_read_the_body_may_come_once(server: Served) -> None:
+    head = (
+        "POST /v2/models/m.plain/infer HTTP/1.1\r\nHost: x\r\n"
+        f"{HEADER_LENGTH}: 3\r\n{HEADER_LENGTH}: {LENGTH}\r\n"
+        f"Content-Length: {len(BODY)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as link:
+        link.sendall(head.encode() + BODY)
+        reply = link.recv(65536)
+    assert reply.startswith(b"HTTP/1.1 400")
+    assert b"came 2 times" in reply
+
+
+def test_a_body_that_holds_no_tensors_has_a_small_limit(server: Served) -> None:
+    reply = call(server, "POST", "/v2/repository/index", b" " * 100_000)
+    assert (reply.status, reply.json["code"]) == (413, "body_too_large")
+
+
 def test_both_sides_are_named(server: Served) -> None:
     problem = infer(server, "m.plain", *message(torch.ones(2, 127))).json
     assert (problem["expected"], problem["got"]) == (128, 127)

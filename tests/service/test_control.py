@@ -216,3 +216,19 @@ def test_a_backend_that_cannot_is_refused_before_the_weight_is_read(
         serving(settings(model=(f"m={checkpoint}",), backend="flashinfer_trtllm")),
     ):
         pass
+
+
+@pytest.mark.parametrize("largest", [1, 3])
+def test_a_ladder_below_the_rows_of_the_first_forward_serves(checkpoint: Path, largest: int) -> None:
+    with serving(settings(model=(f"m={checkpoint}",), max_bucket=largest)) as served:
+        assert infer(served, "m.plain", *message(torch.ones(5, 128))).status == 200
+
+
+def test_a_weight_that_no_backend_holds_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w.weight": torch.full((8, 64), 3.39e38)}, path)
+    with (
+        pytest.raises(BackendError, match=r"'m\.w'"),
+        serving(settings(model=(f"m={path}",))),
+    ):
+        pass

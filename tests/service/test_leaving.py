@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -109,3 +112,29 @@ def test_pipelined_requests_on_one_connection_are_answered_in_order(small: Serve
             received += link.recv(65536)
     statuses = [part[:3] for part in received.split(b"HTTP/1.1 ")[1:]]
     assert statuses == [b"200", b"404", b"200"]
+
+
+def test_an_answer_that_took_long_is_freed_with_its_request(
+    small: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a cycle of request and watcher, which keeps each answer until the collector comes."""
+    refs: list[Any] = []
+    submit = small.engine.submit
+
+    def noting(*arguments: Any) -> Item:
+        item = submit(*arguments)
+        refs.append(weakref.ref(item))
+        return item
+
+    monkeypatch.setattr(small.engine, "submit", noting)
+    gc.collect()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with held(small):
+                reply = pool.submit(infer, small, "m.plain", *message(X))
+                time.sleep(0.1)  # longer than it takes to start watching
+            assert reply.result().status == 200
+        until(lambda: refs[0]() is None, "the request is still in memory", 5)
+    finally:
+        gc.enable()

@@ -36,3 +36,9 @@ def test_an_ipv6_address_goes_into_brackets() -> None:
 def test_an_address_that_is_not_here_is_refused_by_name(host: str) -> None:
     with pytest.raises(SettingsError, match=host):
         bind(host, 8000)
+
+
+def test_a_port_that_another_server_still_loads_behind_is_taken() -> None:
+    """Guards: two servers that both say ready, of which one never gets a request."""
+    with bind("127.0.0.1", 0) as first, pytest.raises(SettingsError, match="Cannot bind"):
+        bind("127.0.0.1", first.getsockname()[1])

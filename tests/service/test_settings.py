@@ -48,13 +48,15 @@ def test_random_layers() -> None:
     assert load(["--random-layer", "r=1024x4096"]).random_layers() == (RandomLayer("r", 1024, 4096),)
 
 
-@pytest.mark.parametrize("text", ["r", "r=4", "r=0x8", "r=4x", "=4x8", "a/b=4x8", "r=4x8x2", "r=-4x8"])
+@pytest.mark.parametrize(
+    "text", ["r", "r=4", "r=0x8", "r=4x", "=4x8", "a/b=4x8", "r=4x8x2", "r=-4x8", "r=999999999x999999999"]
+)
 def test_a_random_layer_that_is_not_name_n_k(text: str) -> None:
-    with pytest.raises(SettingsError, match="NAME=NxK"):
+    with pytest.raises(SettingsError, match=r"NAME=NxK|at most"):
         load([f"--random-layer={text}"]).random_layers()
 
 
-@pytest.mark.parametrize("text", ["a/b=path", "=path", "a="])
+@pytest.mark.parametrize("text", ["a/b=path", "=path", "a=", ""])
 def test_a_model_name_that_would_not_survive_in_a_url(text: str) -> None:
     with pytest.raises(SettingsError, match="NAME=PATH"):
         load([f"--model={text}"]).sources()

@@ -62,6 +62,13 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     Opening reads names and shapes and checks them all; weights are read, and their values checked, by `read`.
     """
     path = Path(path)
+    try:
+        path.exists()
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(path)[:200]}: no path that can be looked up ({error.strerror}); check --model",
+            got=str(path)[:200],
+        ) from None
     for each in FORMATS:
         if each.accepts(path):
             return each.open(path)
