@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
 
 from gemmwire_service.app import create_app
 from gemmwire_service.device import Job
@@ -14,6 +17,9 @@ from gemmwire_service.engine import Engine, State
 from gemmwire_service.listener import bind, url
 from gemmwire_service.server import make_server
 from gemmwire_service.settings import Settings
+
+# Plans of the simulators stay out of the user's own, and of another run's.
+_CACHE = Path(gettempdir()) / f"gemmwire-tests-{os.getpid()}"
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Served:
 
 def settings(**fields: object) -> Settings:
     """Settings for a test: the port is free, the device the CPU."""
-    return Settings.model_validate({"port": 0, "device": "cpu", **fields})
+    return Settings.model_validate({"port": 0, "device": "cpu", "cache_dir": str(_CACHE), **fields})
 
 
 @contextmanager

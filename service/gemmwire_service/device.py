@@ -102,6 +102,8 @@ class Device:
     # --- the thread ---
 
     def _run(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # FlashInfer launches on the current device, whatever x is on
         with self._contexts:
             for job in self._jobs():
                 try:

@@ -50,7 +50,7 @@ def _ladder(settings: Settings, device: torch.device) -> tuple[Ladder, str]:
     """-> (ladder, choice of backends). Batch invariance is a backend's where one has it, else one fixed M."""
     if not settings.batch_invariant:
         return Ladder.up_to(settings.max_bucket), settings.backend
-    if settings.backend == AUTO and BACKENDS[INVARIANT]().unavailable(device) is None:
+    if settings.backend in (AUTO, INVARIANT) and BACKENDS[INVARIANT]().unavailable(device) is None:
         return Ladder.up_to(settings.max_bucket), INVARIANT
     return Ladder((min(_FIXED_BUCKET, settings.max_bucket),)), settings.backend
 
@@ -135,7 +135,8 @@ def _serve(weights: LayerWeights, source: str, router: Router, device: Device, n
             each.backend,
             each.reason,
         )
-    layer.error = check(layer, weight, weights.probe, device)
+    with router.serving(layer.routes):
+        layer.error = check(layer, weight, weights.probe, device)
     return layer
 
 

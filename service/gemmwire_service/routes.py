@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,10 +11,9 @@ import torch
 
 from .backends import Selection, select
 from .backends.base import Backend, LayerSpec, Plan, PreparedWeight
-from .errors import BackendError
 from .mxfp8.weight import MxWeight
 from .plans import PlanStore
-from .tuning import Tuner, tuner_for
+from .tuning import Tuner, reason, refuse_lost, tuner_for
 from .warmup import BucketFailure, WarmUp, warm_up
 
 
@@ -69,30 +69,40 @@ class Router:
         missing = self.buckets
         while missing:
             selection = select(spec, self.device, self.choice, failed)
-            backend = selection.backend
-            try:
-                weight_form, result = self._try(backend, weight, missing)
-            except BackendError as error:
-                raise BackendError(
-                    f"layer {spec.name!r}: {error}", expected=error.expected, got=error.got
-                ) from error
-            routes |= {b: Route(backend, weight_form, plan) for b, plan in result.plans.items()}
-            fallbacks += [Fallback(each.bucket, backend.name, each.reason) for each in result.failures]
-            missing = tuple(each.bucket for each in result.failures)
+            name = selection.backend.name
+            found, failures = self._try(selection.backend, weight, missing)
+            routes |= found
+            fallbacks += [Fallback(each.bucket, name, each.reason) for each in failures]
+            missing = tuple(each.bucket for each in failures)
             if missing:
-                failed[backend.name] = _summary(result.failures)
-            if first is None and result.plans:
+                failed[name] = _summary(failures)
+            if first is None and found:
                 first = selection
         if first is None:
             raise ValueError("a ladder without buckets has no routes")
         return Routes(first, routes, tuple(fallbacks))
 
+    @contextmanager
+    def serving(self, routes: Routes) -> Iterator[None]:
+        """For forwards of a layer before it is served: by the kernels that will serve it, tuned."""
+        names = {route.backend.name for route in routes.by_bucket.values()}
+        with ExitStack() as stack:
+            for tuner in {self.tuners[name] for name in names}:
+                stack.enter_context(tuner.serving())
+            yield
+
     def _try(
         self, backend: Backend, weight: MxWeight, buckets: tuple[int, ...]
-    ) -> tuple[PreparedWeight, WarmUp]:
-        form = backend.prepare(weight, self.device)
+    ) -> tuple[dict[int, Route], tuple[BucketFailure, ...]]:
+        """What the backend runs of these buckets; its form of the weight is kept by the routes alone."""
+        try:
+            form = backend.prepare(weight, self.device)
+        except Exception as error:  # out of memory, or values it cannot hold: another backend may
+            refuse_lost(self.device, error)
+            return {}, tuple(BucketFailure(bucket, reason(error)) for bucket in buckets)
         tuner = self.tuners.setdefault(backend.name, tuner_for(backend.name, self.cache, self.buckets))
-        return form, self.warm_up(backend, form, weight, self.device, buckets, self.store, tuner=tuner)
+        result = self.warm_up(backend, form, weight, self.device, buckets, self.store, tuner=tuner)
+        return {b: Route(backend, form, plan) for b, plan in result.plans.items()}, result.failures
 
 
 def _summary(failures: tuple[BucketFailure, ...]) -> str:

@@ -94,7 +94,7 @@ def choose(
         forward = partial(backend.forward, x, weight, plan, out)
         try:
             verify(plan)
-            _check_repeats(forward, out, repetitions)
+            check_repeats(forward, out, repetitions)
             measured.append(Measured(plan, timer.microseconds(forward)))
         except Exception as error:  # whatever a kernel raises, another candidate may run
             refuse_lost(device, error)
@@ -131,7 +131,7 @@ def refuse_lost(device: torch.device, error: Exception) -> None:
         ) from error
 
 
-def _check_repeats(forward: Callable[[], None], out: Tensor, repetitions: int) -> None:
+def check_repeats(forward: Callable[[], None], out: Tensor, repetitions: int) -> None:
     """Errors: BackendError at the first repetition that writes other bits into `out`."""
     forward()
     first = out.view(torch.int16).clone()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from .plans import PlanKey, PlanStore
 from .reference import Reference
 from .sample import sample_rows
 from .timer import Timer, timer_for
-from .tuning import NoTuner, Tuner, choose, reason, refuse_lost
+from .tuning import REPETITIONS, NoTuner, Tuner, check_repeats, choose, reason, refuse_lost
 
 log = logging.getLogger("gemmwire.warmup")
 
@@ -99,6 +100,7 @@ class _Warmer:
                 timer,
                 device=self.device,
                 verify=self.verify,
+                repetitions=REPETITIONS,
             )
 
     def _stored(self, bucket: int) -> Plan | None:
@@ -120,6 +122,7 @@ class _Warmer:
     def _still_works(self, plan: Plan) -> bool:
         try:
             self.verify(plan)
+            check_repeats(*self._repeatable(plan), REPETITIONS)
         except Exception as error:
             refuse_lost(self.device, error)
             log.warning(
@@ -130,6 +133,12 @@ class _Warmer:
             )
             return False
         return True
+
+    def _repeatable(self, plan: Plan) -> tuple[Callable[[], None], torch.Tensor]:
+        """A forward to repeat, and the output it writes: the tuner may have taken another kernel."""
+        x = sample_rows(plan.bucket, self.weight.k, self.weight.k_pad, self.device)
+        out = torch.empty(plan.bucket, self.weight.n_pad, dtype=torch.bfloat16, device=self.device)
+        return partial(self.backend.forward, x, self.weight, plan, out), out
 
     def verify(self, plan: Plan) -> None:
         """Errors: BackendError where a forward with `plan` is not what emulation gives."""

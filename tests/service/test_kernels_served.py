@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashinfer_sim
+from gemmwire_service import warmup
 from http_calls import call, infer, message
 from oracle import assert_rows_close, reference, spread
 from serving import Served, serving, settings
@@ -20,19 +21,25 @@ M = (1, 7, 8, 9, 128, 129, 300)
 LAYERS = ("plain", "ragged", "one", "wide")
 
 
+@pytest.fixture(autouse=True)
+def _few_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator takes its time, and repeats itself by construction."""
+    monkeypatch.setattr(warmup, "REPETITIONS", 1)
+
+
 @pytest.fixture(params=BACKENDS)
 def served(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
 ) -> Iterator[Served]:
     simulate(monkeypatch)
-    with serving(settings(model=(f"m={checkpoint}",), backend=request.param)) as served:
+    with serving(settings(model=(f"m={checkpoint}",), backend=request.param, max_bucket=256)) as served:
         yield served
 
 
 @pytest.fixture
 def trtllm(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> Iterator[Served]:
     simulate(monkeypatch)
-    with serving(settings(model=(f"m={checkpoint}",), backend="flashinfer_trtllm")) as served:
+    with serving(settings(model=(f"m={checkpoint}",), backend="flashinfer_trtllm", max_bucket=256)) as served:
         yield served
 
 
@@ -83,7 +90,7 @@ def test_a_row_that_is_not_finite_is_nan_and_the_others_keep_their_bits(trtllm: 
 def test_the_layer_says_what_was_passed_over(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     """Guards: a 12.0, where only some of FlashInfer's backends run, that gets one of the others."""
     simulate(monkeypatch, capability=(12, 0))
-    with serving(settings(model=(f"m={checkpoint}",))) as served:
+    with serving(settings(model=(f"m={checkpoint}",), max_bucket=256)) as served:
         config = call(served, "GET", "/v2/models/m.plain/config").body.decode()
     assert "flashinfer_cutlass" in config
     assert "FlashInfer 0.7.4 has no trtllm kernels for compute capability 12.0" in config

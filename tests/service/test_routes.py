@@ -90,6 +90,21 @@ def test_a_named_backend_is_binding_at_every_bucket(install: Install) -> None:
     assert "emulation" in str(raised.value), "the way out is named"
 
 
+def test_a_backend_that_cannot_prepare_the_weight_is_passed_over(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a start that ends where another backend has the memory, or the range."""
+    backend = install(raises_from(1 << 20))
+
+    def no_memory(weight: object, device: torch.device) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(backend, "prepare", no_memory)
+    routes = router().route(SPEC, WEIGHT)
+    assert {route.backend.name for route in routes.by_bucket.values()} == {"emulation"}
+    assert "out of memory" in routes.selection.passed_over[0][1]
+
+
 def test_a_list_of_backends_is_a_preference(install: Install) -> None:
     install(raises_from(64))
     routes = router("scripted,emulation").route(SPEC, WEIGHT)
