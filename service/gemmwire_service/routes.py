@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from .backends.base import Backend, LayerSpec, Plan, PreparedWeight
 from .mxfp8.weight import MxWeight
 from .plans import PlanStore
 from .tuning import Tuner, reason, refuse_lost, tuner_for
-from .warmup import BucketFailure, WarmUp, warm_up
+from .warmup import BucketFailure, warm_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,6 @@ class Router:
     store: PlanStore
     cache: Path | None
     tuners: dict[str, Tuner] = field(default_factory=dict)
-    warm_up: Callable[..., WarmUp] = warm_up
 
     def route(self, spec: LayerSpec, weight: MxWeight) -> Routes:
         """Prepare the weight and try every bucket of it, backend after backend, until each has a route.
@@ -101,7 +100,7 @@ class Router:
             refuse_lost(self.device, error)
             return {}, tuple(BucketFailure(bucket, reason(error)) for bucket in buckets)
         tuner = self.tuners.setdefault(backend.name, tuner_for(backend.name, self.cache, self.buckets))
-        result = self.warm_up(backend, form, weight, self.device, buckets, self.store, tuner=tuner)
+        result = warm_up(backend, form, weight, self.device, buckets, self.store, tuner=tuner)
         return {b: Route(backend, form, plan) for b, plan in result.plans.items()}, result.failures
 
 
