@@ -19,8 +19,9 @@ from gemmwire.wire import WireError
 from . import __version__
 from .control import control_routes
 from .engine import Engine
+from .endpoint import InferEndpoint
 from .errors import EngineError
-from .infer import InferEndpoint, Limits, error_reply
+from .infer import Infer, Limits, error_reply
 from .loading import make_engine
 from .protocol import InferRequestForm, InferResponseForm, Problem
 from .settings import Settings
@@ -36,18 +37,19 @@ class Service(FastAPI):
     where somebody added a middleware, which must not be passed by, or mounted the app under a prefix.
     """
 
-    infer: InferEndpoint
+    infer: Infer
+    endpoint: InferEndpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and not self.user_middleware:
             match = _INFER.fullmatch(scope["path"])
             if match is not None and not scope.get("root_path"):
                 scope["path_params"] = {name: value for name, value in match.groupdict().items() if value}
-                return await self.infer(scope, receive, send)
+                return await self.endpoint(scope, receive, send)
         return await super().__call__(scope, receive, send)
 
 
-def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = None) -> FastAPI:
+def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = None) -> Service:
     """The service as an ASGI app. Its lifespan starts loading and returns: /v2/health/live answers at once.
 
     `on_loaded` hears, on the event loop, that loading has ended, well or not (`engine.failure`).
@@ -67,9 +69,10 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         lifespan=lifespan,
     )
     app.state.engine = engine
-    app.infer = InferEndpoint(engine, Limits(settings.max_body_bytes, settings.max_json_bytes))
+    app.infer = Infer(engine, Limits(settings.max_body_bytes, settings.max_json_bytes))
+    app.endpoint = InferEndpoint(app.infer)
     for path in INFER_PATHS:
-        app.router.routes.append(Route(path, app.infer, methods=["POST"], include_in_schema=False))
+        app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))
     app.include_router(control_routes(engine, device, ladder.buckets))
     _install_errors(app)
     _document_infer(app)

@@ -6,7 +6,7 @@ The device thread owns it; nothing here is locked.
 from __future__ import annotations
 
 import time
-from asyncio import Future, Task
+from asyncio import TimerHandle
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,26 +30,52 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Item:
-    """One request at the engine. `deadline` is monotonic ns; None waits for ever."""
+    """One request at the engine. `deadline` is monotonic ns; None waits for ever.
+
+    It is settled once, on the event loop; `on_done` hears of it there, `on_wait` if the item goes to the
+    device instead of being computed at once. The device thread only asks whether it is still `wanted`.
+    """
 
     layer: Layer
     x: Tensor
     rows: int
     datatype: str
-    future: Future[Answer]
+    on_done: Callable[[Item], None]
     deadline: int | None = None
-    on_wait: Callable[[Item], None] | None = None  # heard on the event loop when the item goes to the device
-    left: bool = False  # the client closed its connection
-    watcher: Task[None] | None = None
+    on_wait: Callable[[Item], None] | None = None
+    outcome: Answer | Exception | None = None
+    left: bool = False  # nobody waits for it any more
+    timer: TimerHandle | None = None  # of its deadline
     arrived: int = field(default_factory=time.monotonic_ns)
 
     @property
     def nbytes(self) -> int:
         return memoryview(self.x.data).nbytes
 
+    @property
+    def done(self) -> bool:
+        return self.left or self.outcome is not None
+
     def wanted(self, now: int) -> bool:
-        """False once the caller has left or its deadline has passed."""
-        return not self.future.done() and (self.deadline is None or now < self.deadline)
+        """False once it is settled, its caller has left or its deadline has passed."""
+        return not self.done and (self.deadline is None or now < self.deadline)
+
+    def settle(self, outcome: Answer | Exception) -> None:
+        """The answer, or why there is none; what comes after the first, or after `leave`, is dropped."""
+        if not self.done:
+            self.outcome = outcome
+            self._stop_timer()
+            self.on_done(self)
+
+    def leave(self) -> None:
+        """The caller is gone: it hears nothing more, and the device drops the item if it can still."""
+        self.left = True
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Backlog:

@@ -109,19 +109,21 @@ class Engine:
         x: Tensor,
         rows: int,
         datatype: str,
+        on_done: Callable[[Item], None],
         deadline: int | None = None,
         on_wait: Callable[[Item], None] | None = None,
     ) -> Item:
-        """Queue x [rows, K] of `layer`; the item's future gets y as `datatype`, [rows, N].
+        """Queue x [rows, K] of `layer`; the item is settled with y as `datatype`, [rows, N].
 
-        rows >= 1; x.data holds exactly rows * K elements. `on_wait` hears if the answer is not there at once.
-        Errors: QueueFull, NotReady, Draining, DeadlineExceeded; later, through the future, DeviceFailed and
-        DeadlineExceeded.
+        rows >= 1; x.data holds exactly rows * K elements. `on_done` may hear before this returns; `on_wait`
+        hears if the answer is not there at once.
+        Errors: QueueFull, NotReady, Draining, DeadlineExceeded; later, as the item's outcome, DeviceFailed
+        and DeadlineExceeded.
         """
         self.refuse_unless_ready()
         if deadline is not None and time.monotonic_ns() >= deadline:
             raise _expired()
-        item = Item(layer, x, rows, datatype, self._running_loop.create_future(), deadline, on_wait)
+        item = Item(layer, x, rows, datatype, on_done, deadline, on_wait)
         self._admit(item)
         self._new.append(item)
         if self.in_flight() == 1:
@@ -175,8 +177,9 @@ class Engine:
 
     def _expire_at(self, item: Item, deadline: int) -> None:
         """The answer to a deadline that passes is there at once, however long the device is busy."""
-        timer = self._running_loop.call_later((deadline - time.monotonic_ns()) / 1e9, _expire, item)
-        item.future.add_done_callback(lambda _: timer.cancel())
+        if not item.done:
+            delay = (deadline - time.monotonic_ns()) / 1e9
+            item.timer = self._running_loop.call_later(delay, lambda: item.settle(_expired()))
 
     @property
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -217,28 +220,30 @@ class Engine:
         for item, outcome in zip(done.items, done.outcomes, strict=True):
             self.waiting -= 1
             self.waiting_bytes -= item.nbytes
-            self._settle(item, outcome, done)
         if done.times is not None:
             done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
+        for item, outcome in zip(done.items, done.outcomes, strict=True):
+            self._settle(item, outcome, done)
 
     def _settle(self, item: Item, outcome: Answer | Exception | None, done: Done) -> None:
         stats = item.layer.stats
-        if item.future.done() or outcome is None:
+        if item.done or outcome is None:
             stats.count_failure(item.arrived)
-            if not item.future.done():
-                item.future.set_exception(_expired())
+            settled: Answer | Exception = _expired()
         elif isinstance(outcome, Answer) and done.times is not None:
             stats.count_success(item.rows, item.arrived, done.times)
-            item.future.set_result(outcome)
+            settled = outcome
         else:
             stats.count_failure(item.arrived)
             log.error("layer %s failed on the device", item.layer.name, exc_info=_exception(outcome))
-            item.future.set_exception(
-                DeviceFailed(
-                    f"The device failed on layer {item.layer.name!r} ({type(outcome).__name__}); "
-                    "the server's log has the details"
-                )
+            settled = DeviceFailed(
+                f"The device failed on layer {item.layer.name!r} ({type(outcome).__name__}); "
+                "the server's log has the details"
             )
+        try:
+            item.settle(settled)
+        except Exception:  # of whoever waits for it: the others of the batch still get theirs
+            log.exception("an answer of layer %s could not be passed on", item.layer.name)
 
 
 def _exception(outcome: object) -> BaseException | None:
@@ -249,8 +254,3 @@ def _expired() -> DeadlineExceeded:
     return DeadlineExceeded(
         "The request's deadline passed before its answer was there; allow more time, or send less"
     )
-
-
-def _expire(item: Item) -> None:
-    if not item.future.done():
-        item.future.set_exception(_expired())

@@ -1,42 +1,35 @@
-"""The hot path: POST /v2/models/{layer}[/versions/{version}]/infer, as a bare ASGI endpoint.
+"""What an infer request goes through, whichever transport carries it; nothing here does I/O.
 
-A request goes: known layer -> body limit -> body into one buffer -> wire.decode -> checked against the layer
--> engine.submit -> wire.encode. The first two are answered before the body is read.
+known layer -> body limit -> (the body comes) -> wire.decode -> checked against the layer -> engine.submit ->
+(the answer comes) -> wire.encode. `connection` calls this from the socket, `endpoint` from ASGI.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from gemmwire import wire
 from gemmwire.wire import WireError
 
 from .backlog import Answer, Item
-from .body import ClientLeft, Receive, declared_length, decoded, read_body
 from .call import DATATYPES, INPUT, Call, read_call, refuse_large_answer, response
 from .engine import Engine
 from .errors import EngineError
 from .layer import Layer
 
-log = logging.getLogger("gemmwire.http")
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = dict[bytes, bytes]
 
 TIMEOUT = b"gemmwire-timeout-us"
-_HEADER_LENGTH = wire.HEADER_LENGTH.encode()
+HEADER_LENGTH = wire.HEADER_LENGTH.encode()
+# JSON of this size takes so long that it is read, or written, on another thread than the event loop.
+PARSE_ELSEWHERE_FROM = 256 << 10  # bytes
+_ENCODE_ELSEWHERE_FROM = 4096  # numbers
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
-_WATCH_AFTER_S = 0.02
-_JOIN_BELOW = 64 << 10
-_PARSE_ON_LOOP_BELOW = 256 << 10
-_ENCODE_ON_LOOP_BELOW = 4096  # numbers as JSON
 
 
 @dataclass(frozen=True)
@@ -45,72 +38,57 @@ class Limits:
     json_bytes: int
 
 
-class InferEndpoint:
+class Reply(NamedTuple):
+    """An answer before it is HTTP: `buffers` are its body, in order, not joined."""
+
+    status: int
+    headers: dict[str, str]
+    buffers: list[wire.Buffer]
+
+
+class Infer:
+    """The steps between which a transport waits: for the body, and for the device."""
+
     def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.limits = limits
         self._engine = engine
-        self._limits = limits
         self._wire_limits = wire.Limits(json_bytes=limits.json_bytes)
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        headers: Headers = dict(scope["headers"])
-        try:
-            if len(headers) != len(scope["headers"]):
-                _refuse_repeated(scope["headers"])
-            reply, buffers = await self._answer(scope["path_params"], headers, receive)
-            status = 200
-        except ClientLeft:
-            return
-        except (WireError, EngineError) as error:
-            status, reply, buffers = error_reply(error, headers)
-        except Exception as error:  # a fault of ours is one request's 500, never the connection's end
-            log.exception("infer failed")
-            status, reply, buffers = error_reply(error, headers)
-        await _send(send, status, reply, buffers, headers)
-
-    async def _answer(
-        self, path: dict[str, str], headers: Headers, receive: Receive
-    ) -> tuple[dict[str, str], list[wire.Buffer]]:
+    def layer(self, name: str, version: str | None) -> Layer:
+        """Errors, before the body is read: NotReady, Draining, `layer_unknown`, `version_unknown`."""
         self._engine.refuse_unless_ready()
-        layer = find_layer(self._engine, path["layer"], path.get("version"))
-        request = await self._read(headers, receive, layer)
-        call = read_call(request, layer.spec, _timeout(headers))
-        refuse_large_answer(call, layer.spec, self._limits.body_bytes, self._limits.json_bytes)
-        answer = await self._compute(call, layer, receive) if call.rows else None
-        reply = response(call, layer.spec, layer.version, layer.backend.name, answer)
-        if call.binary or call.rows * layer.spec.n < _ENCODE_ON_LOOP_BELOW:
-            return wire.encode_response(reply, [call.binary])
-        return await asyncio.to_thread(wire.encode_response, reply, [False])
+        return find_layer(self._engine, name, version)
 
-    async def _read(self, headers: Headers, receive: Receive, layer: Layer) -> wire.InferRequest:
-        limit = self._limits.body_bytes
-        declared = declared_length(headers, limit)
-        header = headers.get(_HEADER_LENGTH)
-        offset = int(header) if header is not None and header.isdigit() and len(header) < 10 else 0
-        body = await read_body(receive, declared, limit, offset)
-        encoding = headers.get(b"content-encoding")
-        if encoding is not None:
-            body = await asyncio.to_thread(decoded, body, encoding, limit)
-        length = wire.header_length(header, len(body))
+    def call(self, body: memoryview, headers: Headers, layer: Layer) -> Call:
+        """Errors: WireError, for whatever the body is that the layer does not take."""
+        length = wire.header_length(headers.get(HEADER_LENGTH), len(body))
         if length == 0:
-            return wire.decode_raw_request(body, INPUT, DATATYPES[0], layer.spec.k)
-        if (len(body) if length is None else length) < _PARSE_ON_LOOP_BELOW:
-            return wire.decode_request(body, length, self._wire_limits)
-        return await asyncio.to_thread(wire.decode_request, body, length, self._wire_limits)
+            request = wire.decode_raw_request(body, INPUT, DATATYPES[0], layer.spec.k)
+        else:
+            request = wire.decode_request(body, length, self._wire_limits)
+        call = read_call(request, layer.spec, _timeout(headers))
+        refuse_large_answer(call, layer.spec, self.limits.body_bytes, self.limits.json_bytes)
+        return call
 
-    async def _compute(self, call: Call, layer: Layer, receive: Receive) -> Answer:
-        item = self._engine.submit(
-            layer, call.x, call.rows, call.datatype, call.deadline, partial(_watch_soon, receive)
-        )
-        try:
-            return await item.future
-        except asyncio.CancelledError:
-            if item.left:
-                raise ClientLeft from None
-            raise
-        finally:
-            if item.watcher is not None:
-                item.watcher.cancel()
-                item.watcher = None  # a cycle, which would keep the answer until the collector comes
+    def submit(
+        self,
+        call: Call,
+        layer: Layer,
+        on_done: Callable[[Item], None],
+        on_wait: Callable[[Item], None] | None = None,
+    ) -> Item:
+        """For a call of at least one row. Errors: QueueFull, NotReady, Draining, DeadlineExceeded."""
+        return self._engine.submit(layer, call.x, call.rows, call.datatype, on_done, call.deadline, on_wait)
+
+    def reply(self, call: Call, layer: Layer, answer: Answer | None) -> Reply:
+        """`answer` None is the answer of a call without rows."""
+        message = response(call, layer.spec, layer.version, layer.backend.name, answer)
+        return Reply(200, *wire.encode_response(message, [call.binary]))
+
+
+def encodes_elsewhere(call: Call, layer: Layer) -> bool:
+    """Whether the reply is so much JSON that the event loop must not be the one that writes it."""
+    return not call.binary and call.rows * layer.spec.n >= _ENCODE_ELSEWHERE_FROM
 
 
 def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
@@ -140,8 +118,8 @@ def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
     return layer
 
 
-def error_reply(error: Exception, headers: Headers) -> tuple[int, dict[str, str], list[wire.Buffer]]:
-    """-> (status, headers, body) of an error: the sentence, the code and the two sides."""
+def error_reply(error: Exception, headers: Headers) -> Reply:
+    """The reply of an error: the sentence, the code and the two sides."""
     known = isinstance(error, (WireError, EngineError))
     status = error.status if isinstance(error, (WireError, EngineError)) else 500
     document = {
@@ -154,7 +132,7 @@ def error_reply(error: Exception, headers: Headers) -> tuple[int, dict[str, str]
     reply = {"content-type": "application/json"}
     if status == 503:
         reply["retry-after"] = "1"
-    return status, reply, [json.dumps(document, default=str).encode()]
+    return Reply(status, reply, [json.dumps(document, default=str).encode()])
 
 
 def request_id(headers: Headers) -> str:
@@ -165,10 +143,10 @@ def request_id(headers: Headers) -> str:
     return value.decode() if _REQUEST_ID.fullmatch(value) else ""
 
 
-def _refuse_repeated(headers: list[tuple[bytes, bytes]]) -> None:
+def refuse_repeated(headers: list[tuple[bytes, bytes]]) -> None:
     """Errors: `frame_invalid` where a header that says how to read the body comes twice."""
     names = [name for name, _ in headers]
-    for name in (_HEADER_LENGTH, b"content-encoding", TIMEOUT):
+    for name in (HEADER_LENGTH, b"content-encoding", TIMEOUT):
         if names.count(name) > 1:
             raise WireError(
                 "frame_invalid",
@@ -176,6 +154,12 @@ def _refuse_repeated(headers: list[tuple[bytes, bytes]]) -> None:
                 expected=1,
                 got=names.count(name),
             )
+
+
+def tensor_offset(headers: Headers) -> int:
+    """Where in the body the first tensor will lie, if the header that says so is one; else 0."""
+    value = headers.get(HEADER_LENGTH)
+    return int(value) if value is not None and value.isdigit() and len(value) < 10 else 0
 
 
 def _timeout(headers: Headers) -> int | None:
@@ -190,39 +174,3 @@ def _timeout(headers: Headers) -> int | None:
             expected="microseconds",
         )
     return int(value)
-
-
-def _watch_soon(receive: Receive, item: Item) -> None:
-    """Notice a client that leaves; most answers are there sooner than that would pay off."""
-    asyncio.get_running_loop().call_later(_WATCH_AFTER_S, _watch, receive, item)
-
-
-def _watch(receive: Receive, item: Item) -> None:
-    if not item.future.done():
-        item.watcher = asyncio.get_running_loop().create_task(_cancel_when_left(receive, item))
-
-
-async def _cancel_when_left(receive: Receive, item: Item) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    item.left = True
-    item.future.cancel()
-
-
-async def _send(
-    send: Send, status: int, reply: dict[str, str], buffers: list[wire.Buffer], headers: Headers
-) -> None:
-    size = wire.buffers_size(buffers)
-    fields = [(name.encode(), value.encode()) for name, value in reply.items()]
-    fields.append((b"content-length", b"%d" % size))
-    identity = request_id(headers)
-    if identity:
-        fields.append((b"x-request-id", identity.encode()))
-    await send({"type": "http.response.start", "status": status, "headers": fields})
-    if size < _JOIN_BELOW:
-        # One small copy is cheaper than one more system call.
-        await send({"type": "http.response.body", "body": b"".join(buffers)})
-        return
-    last = len(buffers) - 1
-    for index, buffer in enumerate(buffers):
-        await send({"type": "http.response.body", "body": buffer, "more_body": index < last})

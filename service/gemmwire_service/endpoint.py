@@ -1,0 +1,144 @@
+"""infer as a bare ASGI endpoint: for what `connection` does not take, and for an app mounted elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
+from typing import Any
+
+from gemmwire import wire
+from gemmwire.wire import WireError
+
+from .backlog import Answer, Item
+from .body import ClientLeft, Receive, declared_length, decoded, read_body
+from .call import Call
+from .errors import EngineError
+from .infer import (
+    HEADER_LENGTH,
+    PARSE_ELSEWHERE_FROM,
+    Headers,
+    Infer,
+    Reply,
+    encodes_elsewhere,
+    error_reply,
+    refuse_repeated,
+    request_id,
+    tensor_offset,
+)
+from .layer import Layer
+
+log = logging.getLogger("gemmwire.http")
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_WATCH_AFTER_S = 0.02
+_JOIN_BELOW = 64 << 10
+
+
+class InferEndpoint:
+    """POST /v2/models/{layer}[/versions/{version}]/infer; the names are in scope["path_params"]."""
+
+    def __init__(self, infer: Infer) -> None:
+        self._infer = infer
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        headers: Headers = dict(scope["headers"])
+        try:
+            if len(headers) != len(scope["headers"]):
+                refuse_repeated(scope["headers"])
+            reply = await self._answer(scope["path_params"], headers, receive)
+        except ClientLeft:
+            return
+        except (WireError, EngineError) as error:
+            reply = error_reply(error, headers)
+        except Exception as error:  # a fault of ours is one request's 500, never the connection's end
+            log.exception("infer failed")
+            reply = error_reply(error, headers)
+        await _send(send, reply, headers)
+
+    async def _answer(self, path: dict[str, str], headers: Headers, receive: Receive) -> Reply:
+        layer = self._infer.layer(path["layer"], path.get("version"))
+        call = await self._read(headers, receive, layer)
+        answer = await self._compute(call, layer, receive) if call.rows else None
+        if encodes_elsewhere(call, layer):
+            return await asyncio.to_thread(self._infer.reply, call, layer, answer)
+        return self._infer.reply(call, layer, answer)
+
+    async def _read(self, headers: Headers, receive: Receive, layer: Layer) -> Call:
+        limit = self._infer.limits.body_bytes
+        declared = declared_length(headers, limit)
+        body = await read_body(receive, declared, limit, tensor_offset(headers))
+        encoding = headers.get(b"content-encoding")
+        if encoding is not None:
+            body = await asyncio.to_thread(decoded, body, encoding, limit)
+        length = wire.header_length(headers.get(HEADER_LENGTH), len(body))
+        if (len(body) if length is None else length) < PARSE_ELSEWHERE_FROM:
+            return self._infer.call(body, headers, layer)
+        return await asyncio.to_thread(self._infer.call, body, headers, layer)
+
+    async def _compute(self, call: Call, layer: Layer, receive: Receive) -> Answer:
+        waiting = _Waiting(receive)
+        item = self._infer.submit(call, layer, waiting.done, waiting.watch_soon)
+        try:
+            return await waiting.answer
+        finally:
+            if not item.done:
+                item.leave()  # this task was cancelled: the server stops
+            waiting.stop_watching()
+
+
+class _Waiting:
+    """A request whose answer is awaited, and whose client may leave meanwhile."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+        self.answer: asyncio.Future[Answer] = self._loop.create_future()
+
+    def done(self, item: Item) -> None:
+        if self.answer.done():
+            return
+        if isinstance(item.outcome, Exception):
+            self.answer.set_exception(item.outcome)
+        elif item.outcome is not None:
+            self.answer.set_result(item.outcome)
+
+    def watch_soon(self, item: Item) -> None:
+        """Notice a client that leaves; most answers are there sooner than that would pay off."""
+        self._loop.call_later(_WATCH_AFTER_S, self._watch, item)
+
+    def stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None  # a cycle, which would keep the answer until the collector comes
+
+    def _watch(self, item: Item) -> None:
+        if not self.answer.done():
+            self._watcher = self._loop.create_task(self._until_left(item))
+
+    async def _until_left(self, item: Item) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        item.leave()
+        if not self.answer.done():
+            self.answer.set_exception(ClientLeft())
+
+
+async def _send(send: Send, reply: Reply, headers: Headers) -> None:
+    size = wire.buffers_size(reply.buffers)
+    fields = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+    fields.append((b"content-length", b"%d" % size))
+    identity = request_id(headers)
+    if identity:
+        fields.append((b"x-request-id", identity.encode()))
+    await send({"type": "http.response.start", "status": reply.status, "headers": fields})
+    if size < _JOIN_BELOW:
+        # One small copy is cheaper than one more system call.
+        await send({"type": "http.response.body", "body": b"".join(reply.buffers)})
+        return
+    last = len(reply.buffers) - 1
+    for index, buffer in enumerate(reply.buffers):
+        await send({"type": "http.response.body", "body": buffer, "more_body": index < last})
