@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight, check_shapes, foreign_weight
+from gemmwire_service.backends.block_scaled import without_elements
 from gemmwire_service.errors import BackendError
 from gemmwire_service.mxfp8.fake import Workspace, fake_quantize
 from gemmwire_service.mxfp8.format import dequantize
@@ -29,20 +30,20 @@ DEVICES = ("cpu", "cuda")
 BIAS_PARTS = 3
 _PACK_ROWS = 16  # the M that the order is chosen for
 _PACK_FROM = 1 << 16  # elements; below it the call costs more than the order saves
-_BIAS_COLUMNS = 32  # the parts, and zeros up to a width that matmul kernels like
+BIAS_COLUMNS = 32  # the parts, and zeros up to a width that matmul kernels like
+_AT_ONCE = 1 << 22  # elements of a weight that are dequantized together
 _TRUNCATE = -1 << 16  # keeps the upper half of an FP32, which is a BF16
 
 
 @dataclass(frozen=True, eq=False)
 class EmulationWeight(PreparedWeight):
-    """matrix: BF16 [n, columns], columns being k_pad, and 32 more with the bias parts if `bias`.
+    """matrix: BF16 [n, columns], columns being k_pad, and 32 more with the bias parts if there is a bias.
 
     `packed`: it is in the order that oneDNN multiplies from, which halves the time of a small x.
     """
 
     matrix: Tensor
     columns: int
-    bias: bool
     packed: bool
 
 
@@ -55,40 +56,49 @@ class _Scratch:
     workspace: Workspace
 
 
-_Key = tuple[int, int, bool, torch.device]  # bucket, k_pad, whether there is a bias
+_Key = tuple[int, int, int, torch.device]  # bucket, k_pad, columns
 
 
-class Emulation:
-    """Keeps one scratch per thread, bucket and width."""
-
-    name: ClassVar[str] = "emulation"
+class Operands:
+    """x, rounded to MXFP8, beside the ones that the bias takes: one scratch per thread, bucket and width."""
 
     def __init__(self) -> None:
         self._threads = threading.local()
 
+    def rounded(self, x: Tensor, k_pad: int, columns: int) -> Tensor:
+        """BF16 [bucket, k_pad] -> BF16 [bucket, columns], good until the next call. A non-finite element of x
+        is NaN in it, and with it every dot product over its row."""
+        kept: dict[_Key, _Scratch] = self._threads.__dict__.setdefault("kept", {})
+        key = (x.shape[0], k_pad, columns, x.device)
+        if key not in kept:
+            kept[key] = _allocate(*key)
+        scratch = kept[key]
+        fake_quantize(x, scratch.x, scratch.workspace)
+        return scratch.operand
+
+
+class Emulation:
+    name: ClassVar[str] = "emulation"
+
+    def __init__(self) -> None:
+        self._operands = Operands()
+
     def unavailable(self, device: torch.device) -> str | None:
-        if device.type not in DEVICES:
-            return f"runs on {' and '.join(DEVICES)}, not on {device.type}"
-        if device.type == "cuda" and not torch.cuda.is_available():
-            return f"torch {torch.__version__} sees no CUDA device here"
-        return None
+        return unavailable(device)
 
     def rejects(self, spec: LayerSpec) -> str | None:
-        return None if spec.n > 0 and spec.k > 0 else f"N={spec.n}, K={spec.k}: both have to be at least 1"
+        return without_elements(spec)
 
     def prepare(self, weight: MxWeight, device: torch.device) -> EmulationWeight:
         """Raises BackendError if a dequantized value is above BF16's largest, 3.39e38."""
-        if device.type == "cuda":
-            # cuBLAS may otherwise add the parts of a split K in BF16, as for N=130, K=4096 on an H200.
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        n, k_pad, bias = weight.n, weight.k_pad, weight.bias
-        columns = k_pad if bias is None else k_pad + _BIAS_COLUMNS
-        matrix = torch.zeros(n, columns, dtype=torch.bfloat16, device=device)
-        matrix[:, :k_pad] = dequantize(weight.codes.to(device), weight.scales.to(device), torch.bfloat16)
-        _refuse_overflow(matrix)
-        if bias is not None:
-            for column, part in enumerate(split_bias(bias.to(device)), k_pad):
-                matrix[:, column] = part
+        keep_sums_in_fp32(device)
+        n, k_pad = weight.n, weight.k_pad
+        columns = k_pad if weight.bias is None else k_pad + BIAS_COLUMNS
+        matrix = torch.empty(n, columns, dtype=torch.bfloat16, device=device)
+        for rows, part in dequantized(weight, device):
+            matrix[rows, :k_pad] = part
+        if weight.bias is not None:
+            matrix[:, k_pad:] = bias_columns(weight.bias.to(device))
         packed = _pack(matrix)
         return EmulationWeight(
             "bf16" if packed is None else "bf16, packed by oneDNN",
@@ -98,7 +108,6 @@ class Emulation:
             k_pad,
             matrix if packed is None else packed,
             columns,
-            bias is not None,
             packed is not None,
         )
 
@@ -106,30 +115,57 @@ class Emulation:
         return (Plan(bucket),)
 
     def forward(self, x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:
-        """A non-finite element of x is NaN in the rounded x, and with it every dot product over its row."""
         if not isinstance(weight, EmulationWeight):
             raise foreign_weight(self.name, weight)
         check_shapes(x, weight, plan, out)
-        scratch = self._scratch(plan.bucket, weight, x.device)
-        fake_quantize(x, scratch.x, scratch.workspace)
+        operand = self._operands.rounded(x, weight.k_pad, weight.columns)
         if weight.packed:
-            out.copy_(_linear(scratch.operand, weight.matrix))
+            out.copy_(_linear(operand, weight.matrix))
         else:
-            torch.mm(scratch.operand, weight.matrix.t(), out=out)
-
-    def _scratch(self, bucket: int, weight: EmulationWeight, device: torch.device) -> _Scratch:
-        kept: dict[_Key, _Scratch] = self._threads.__dict__.setdefault("kept", {})
-        key = (bucket, weight.k_pad, weight.bias, device)
-        if key not in kept:
-            kept[key] = _allocate(bucket, weight, device)
-        return kept[key]
+            torch.mm(operand, weight.matrix.t(), out=out)
 
 
-def _allocate(bucket: int, weight: EmulationWeight, device: torch.device) -> _Scratch:
+def unavailable(device: torch.device) -> str | None:
+    """Why emulation, in any form of the weight, does not run on a device."""
+    if device.type not in DEVICES:
+        return f"runs on {' and '.join(DEVICES)}, not on {device.type}"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device here"
+    return None
+
+
+def keep_sums_in_fp32(device: torch.device) -> None:
+    """cuBLAS may otherwise add the parts of a split K in BF16, as for N=130, K=4096 on an H200."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def dequantized(weight: MxWeight, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows at a time and their BF16 [rows, k_pad] on `device`, until all are covered.
+
+    Raises BackendError if a value is above BF16's largest.
+    """
+    step = max(1, _AT_ONCE // weight.k_pad)
+    for start in range(0, weight.n, step):
+        rows = slice(start, min(start + step, weight.n))
+        part = dequantize(weight.codes[rows].to(device), weight.scales[rows].to(device), torch.bfloat16)
+        _refuse_overflow(part, start)
+        yield rows, part
+
+
+def bias_columns(bias: Tensor) -> Tensor:
+    """FP32 [n] -> BF16 [n, 32], the columns of the weight against which x has ones."""
+    columns = torch.zeros(len(bias), BIAS_COLUMNS, dtype=torch.bfloat16, device=bias.device)
+    for column, part in enumerate(split_bias(bias)):
+        columns[:, column] = part
+    return columns
+
+
+def _allocate(bucket: int, k_pad: int, columns: int, device: torch.device) -> _Scratch:
     # Tensors made in inference mode could not be written outside it, where a later forward may be.
     with torch.inference_mode(False):
-        operand = torch.ones(bucket, weight.columns, dtype=torch.bfloat16, device=device)
-        return _Scratch(operand, operand[:, : weight.k_pad], Workspace(bucket, weight.k_pad, device))
+        operand = torch.ones(bucket, columns, dtype=torch.bfloat16, device=device)
+        return _Scratch(operand, operand[:, :k_pad], Workspace(bucket, k_pad, device))
 
 
 def _linear(x: Tensor, packed: Tensor) -> Tensor:
@@ -147,11 +183,16 @@ def _pack(matrix: Tensor) -> Tensor | None:
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACK_ROWS)
         x = matrix[:_PACK_ROWS]
-        same = torch.equal(_linear(x, packed), torch.mm(x, matrix.t()))
+        same = torch.equal(_bits(_linear(x, packed)), _bits(torch.mm(x, matrix.t())))
     except (AttributeError, RuntimeError) as error:
         log.info("weights are not packed for oneDNN: %s", error)
         return None
     return packed if same else None
+
+
+def _bits(y: Tensor) -> Tensor:
+    """Of BF16: a NaN is equal to itself, so that no content of a weight decides on its form."""
+    return y.view(torch.int16)
 
 
 def split_bias(bias: Tensor) -> Iterator[Tensor]:
@@ -162,14 +203,14 @@ def split_bias(bias: Tensor) -> Iterator[Tensor]:
         bias = bias - part
 
 
-def _refuse_overflow(matrix: Tensor) -> None:
-    ends = torch.stack(torch.aminmax(matrix))
+def _refuse_overflow(part: Tensor, first: int) -> None:
+    ends = torch.stack(torch.aminmax(part))
     if ends.isfinite().all():
         return
-    row, column = (~matrix.isfinite()).nonzero()[0].tolist()
+    row, column = (~part.isfinite()).nonzero()[0].tolist()
     raise BackendError(
-        f"weight[{row}, {column}] is too large for emulation, which holds weights in BF16, up to 3.39e38 = "
-        "255 * 2^120; scale the layer down, or serve it with a backend that keeps it in MXFP8",
+        f"weight[{first + row}, {column}] is too large for emulation, which holds weights in BF16, up to "
+        "3.39e38 = 255 * 2^120; scale the layer down, or serve it with a backend that keeps it in MXFP8",
         expected="at most 255 * 2^120",
-        got=f"weight[{row}, {column}]",
+        got=f"weight[{first + row}, {column}]",
     )
