@@ -25,6 +25,7 @@ from .infer import Infer, Limits, error_reply
 from .loading import make_engine
 from .protocol import InferRequestForm, InferResponseForm, Problem
 from .settings import Settings
+from .weights import weights_routes
 
 INFER_PATHS = ("/v2/models/{layer}/infer", "/v2/models/{layer}/versions/{version}/infer")
 _INFER = re.compile(r"/v2/models/(?P<layer>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
@@ -74,6 +75,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     for path in INFER_PATHS:
         app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))
     app.include_router(control_routes(engine, device, ladder.buckets))
+    app.include_router(weights_routes(engine, settings.max_weights_bytes))
     _install_errors(app)
     _document_infer(app)
     return app

@@ -24,8 +24,18 @@ _LARGEST, _SMALLEST = 2.0**126, 2.0**-100
 
 def check(layer: Layer, weight: MxWeight, probe: Probe | None, device: Device) -> LayerError:
     """Errors: BackendError where the forward is further than TOLERANCE from the dequantized operands."""
-    x = probe.x if probe is not None else probe_rows(layer.name, layer.spec.k)
-    y = device.compute(layer, x).float()
+    x = rows_for(layer, probe)
+    return judge(layer, weight, probe, device.compute(layer, x))
+
+
+def rows_for(layer: Layer, probe: Probe | None) -> Tensor:
+    """The BF16 [4, K] that a layer is checked with."""
+    return probe.x if probe is not None else probe_rows(layer.name, layer.spec.k)
+
+
+def judge(layer: Layer, weight: MxWeight, probe: Probe | None, y: Tensor) -> LayerError:
+    """y: BF16 [4, N], what a backend made of `rows_for(layer, probe)` with `weight`. Errors: BackendError."""
+    x, y = rows_for(layer, probe), y.float()
     arithmetic = _against_operands(x, y, weight)
     if not arithmetic <= TOLERANCE:
         raise BackendError(

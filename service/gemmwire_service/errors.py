@@ -9,7 +9,10 @@
         ├── QueueFull      503  the waiting line is at its bound
         ├── Draining       503  the server is shutting down
         ├── DeadlineExceeded 504  the caller's deadline passed before an answer
-        └── DeviceFailed   500  the device raised while it computed this request
+        ├── DeviceFailed   500  the device raised while it computed this request
+        ├── WeightsRefused 400  a new weight that the layer cannot take
+        ├── VersionConflict 409 the layer is not in the version that the caller takes it to be
+        └── WeightLost     500  a weight could neither be replaced nor restored
 
 Every message says what was given, what is needed and the way out.
 """
@@ -70,4 +73,19 @@ class DeadlineExceeded(EngineError):
 
 class DeviceFailed(EngineError):
     code = "device_failed"
+    status = 500
+
+
+class WeightsRefused(EngineError):
+    code = "weights_invalid"
+    status = 400
+
+
+class VersionConflict(EngineError):
+    code = "version_conflict"
+    status = 409
+
+
+class WeightLost(EngineError):
+    code = "weight_lost"
     status = 500

@@ -98,6 +98,25 @@ class ModelStatistics(BaseModel):
     model_stats: list[dict[str, Any]]
 
 
+class RefitSeconds(BaseModel):
+    read: float = Field(description="read, checked and, from a float, quantized")
+    prepare: float = Field(description="brought into the form that the backends compute with")
+    trial: float = Field(description="one forward, judged")
+    exchange: float = Field(description="put in place of the old, with the wait for forwards before it")
+
+
+class RefitResult(BaseModel):
+    """A layer whose weight was replaced: every answer of `version` was computed with the new one."""
+
+    name: str
+    version: str
+    previous_version: str
+    source_dtype: str = Field(description="BF16, F16, F32 or MXFP8")
+    quantization_error: float | None = Field(description="as in config; none for MXFP8")
+    arithmetic_error: float
+    seconds: RefitSeconds
+
+
 class Problem(BaseModel):
     """Any answer that is not 2xx."""
 

@@ -60,9 +60,15 @@ class Settings(BaseSettings):
         4096, ge=1, le=65536, description="largest M of one forward; more rows are chunked"
     )
     max_body_bytes: int = Field(256 << 20, ge=1024, description="largest request body, and largest answer")
+    max_weights_bytes: int = Field(
+        4 << 30, ge=1024, description="bytes of new weights (refit) that are taken at one time, all together"
+    )
     max_json_bytes: int = Field(2 << 20, ge=1024, description="largest JSON part of a request or an answer")
     max_queue: int = Field(1024, ge=1, description="requests that may wait; one more is answered 503")
     max_queue_bytes: int = Field(1 << 30, ge=1024, description="bytes of tensors that may wait")
+    fast_path: bool = Field(
+        True, description="take infer requests from the socket, past ASGI; the answers are the same"
+    )
     cpu_threads: int = Field(
         0, ge=0, le=1024, description="threads of one CPU matmul; 0 is one less than the cores"
     )

@@ -1,0 +1,227 @@
+"""New weights into the storage of a served layer: whole or not at all, between two forwards.
+
+A refit goes: read and check the new weight, quantize it -> prepare it beside the live one, for each backend
+that runs the layer -> one forward of it, judged as at load -> exchange the two, as one job of the device. The
+first three leave the live weight alone, and run while forwards do. The last is done or undone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from .check import judge
+from .checkpoint.base import LayerWeights
+from .device import Job
+from .engine import Engine, State
+from .errors import (
+    BackendError,
+    CheckpointError,
+    DeviceFailed,
+    ServiceError,
+    VersionConflict,
+    WeightLost,
+    WeightsRefused,
+)
+from .layer import Layer, LayerError
+from .shadow import Shadow
+
+log = logging.getLogger("gemmwire.refit")
+
+T = TypeVar("T")
+Read = Callable[[], LayerWeights]
+
+
+class Seconds(NamedTuple):
+    """What each stage took: reading, checking and quantizing; preparing; the trial; the exchange, with the
+    wait for the forwards before it."""
+
+    read: float
+    prepare: float
+    trial: float
+    exchange: float
+
+
+@dataclass(frozen=True)
+class Refitted:
+    layer: str
+    version: int
+    previous: int
+    source_dtype: str
+    error: LayerError
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer's new weight: `read` loads it, in a thread of its own; `name` says where it comes from."""
+
+    layer: Layer
+    read: Read
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    shadow: Shadow
+    error: LayerError
+    source_dtype: str
+    seconds: Seconds
+
+
+class Refit:
+    """Refits of one engine, one at a time, so that one copy of one layer is all the memory they take."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turn = asyncio.Lock()
+
+    async def refit(self, source: Source, if_version: int | None = None) -> Refitted:
+        """Replace a layer's weight; on any error the layer answers as before, in the same version.
+
+        Errors: NotReady, Draining, VersionConflict, WeightsRefused, DeviceFailed, WeightLost.
+        """
+        async with self._turn:
+            self._engine.refuse_unless_ready()
+            refuse_version(source.layer, if_version)
+            return await self._refit(source)
+
+    async def refit_all(self, sources: Sequence[Source]) -> list[Refitted]:
+        """Replace the weights of layers, none of them unless all can be: each is read and prepared twice.
+
+        Each layer changes as a whole between two forwards, the layers one after the other.
+        Errors: as `refit`; those of the first reading leave every layer as it was.
+        """
+        async with self._turn:
+            self._engine.refuse_unless_ready()
+            for source in sources:
+                await self._prepare(source)
+            return [await self._refit(source) for source in sources]
+
+    async def _refit(self, source: Source) -> Refitted:
+        candidate = await self._prepare(source)
+        layer, previous = source.layer, source.layer.version
+        began = time.perf_counter()
+        try:
+            await self._on_device(partial(_change, source, candidate))
+        except WeightLost as error:
+            self._engine.state, self._engine.failure = State.FAILED, error
+            raise
+        seconds = candidate.seconds._replace(exchange=time.perf_counter() - began)
+        log.info(
+            "layer %s: version %d, from %s, in %.3f s", layer.name, layer.version, source.name, sum(seconds)
+        )
+        return Refitted(layer.name, previous + 1, previous, candidate.source_dtype, candidate.error, seconds)
+
+    async def _prepare(self, source: Source) -> _Candidate:
+        """The new weight, ready to be exchanged. Nothing of the layer has changed when this raises."""
+        try:
+            return await self._try(source)
+        except (CheckpointError, BackendError) as error:
+            message = f"Layer {source.layer.name!r} keeps version {source.layer.version}: {error}"
+            raise WeightsRefused(message, expected=error.expected, got=error.got) from error
+        except ServiceError:
+            raise
+        except Exception as error:
+            log.exception("layer %s: a new weight could not be prepared", source.layer.name)
+            raise DeviceFailed(
+                f"The new weight of layer {source.layer.name!r} could not be prepared "
+                f"({type(error).__name__}); version {source.layer.version} is still served. The server's log "
+                "has the details"
+            ) from error
+
+    async def _try(self, source: Source) -> _Candidate:
+        layer = source.layer
+        began = time.perf_counter()
+        weights = await asyncio.to_thread(source.read)
+        refuse_misfit(layer, weights)
+        read = time.perf_counter()
+        shadow = await asyncio.to_thread(Shadow.prepare, layer, weights)
+        prepared = time.perf_counter()
+        trials = await self._on_device(shadow.try_out)
+        judged = [await asyncio.to_thread(judge, layer, weights.weight, weights.probe, y) for y in trials]
+        seconds = Seconds(read - began, prepared - read, time.perf_counter() - prepared, 0.0)
+        return _Candidate(shadow, judged[0], weights.source_dtype, seconds)
+
+    async def _on_device(self, work: Callable[[], T]) -> T:
+        """Run as a job of the device, after the requests that came before."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                loop.call_soon_threadsafe(_succeed, future, result)
+
+        self._engine.post(Job(run))
+        return await future
+
+
+def refuse_version(layer: Layer, if_version: int | None) -> None:
+    """Errors: VersionConflict where the layer is in another version than the caller takes it to be."""
+    if if_version is not None and if_version != layer.version:
+        raise VersionConflict(
+            f"Layer {layer.name!r} is in version {layer.version}, not {if_version}: its weight has been "
+            "replaced since. Look at what is served now, then ask again with its version, or without one",
+            expected=layer.version,
+            got=if_version,
+        )
+
+
+def refuse_misfit(layer: Layer, weights: LayerWeights) -> None:
+    """Errors: WeightsRefused where the new weight has another shape, or a bias where the layer has none."""
+    spec, weight = layer.spec, weights.weight
+    bias = weight.bias is not None
+    if (weight.n, weight.k, bias) == (spec.n, spec.k, spec.bias):
+        return
+    given, needed = _shown(weight.n, weight.k, bias), _shown(spec.n, spec.k, spec.bias)
+    raise WeightsRefused(
+        f"Layer {layer.name!r} is {needed}, and the new weight {given}: a weight is replaced in place, by "
+        "one of the same shape, with a bias exactly where the layer has one (zeros are one); serve another "
+        "shape as a layer of its own",
+        expected=needed,
+        got=given,
+    )
+
+
+def _shown(n: int, k: int, bias: bool) -> str:
+    return f"[{n}, {k}] {'with' if bias else 'without'} a bias"
+
+
+def _change(source: Source, candidate: _Candidate) -> None:
+    """On the device thread: from here on the layer computes with the new weight; if this raises, as before.
+
+    Errors: DeviceFailed; WeightLost where the old weight could not be put back either.
+    """
+    layer = source.layer
+    try:
+        candidate.shadow.exchange()
+    except WeightLost:
+        raise
+    except Exception as error:
+        log.exception("layer %s: its weight could not be replaced", layer.name)
+        raise DeviceFailed(
+            f"The weight of layer {layer.name!r} could not be replaced ({type(error).__name__}); version "
+            f"{layer.version} is still served, bit for bit. The server's log has the details"
+        ) from error
+    layer.version += 1
+    layer.error = candidate.error
+    layer.source, layer.source_dtype = source.name, candidate.source_dtype
+
+
+def _succeed(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
