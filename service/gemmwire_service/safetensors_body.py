@@ -58,7 +58,7 @@ def _infos(body: memoryview) -> tuple[dict[str, TensorInfo], memoryview]:
             got=length,
         )
     data = body[PREFIX + length :]
-    return parse_header(bytes(body[PREFIX : PREFIX + length]), len(data), _WHERE).tensors, data
+    return parse_header(bytes(body[PREFIX : PREFIX + length]), len(data), _WHERE), data
 
 
 def _check(infos: dict[str, TensorInfo], spec: LayerSpec) -> None:
