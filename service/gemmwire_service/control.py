@@ -12,6 +12,7 @@ from .infer import find_layer
 from .layer import Layer
 from .protocol import (
     BucketPlan,
+    EagerBucket,
     Fallback,
     ModelConfig,
     ModelIndexEntry,
@@ -94,7 +95,7 @@ def _metadata(layer: Layer) -> ModelMetadata:
 
 
 def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
-    error, routes = layer.error, layer.routes
+    error, routes, graphs = layer.error, layer.routes, layer.graphs
     return ModelConfig(
         name=layer.name,
         platform=PLATFORM,
@@ -108,7 +109,11 @@ def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
             Fallback(bucket=each.bucket, backend=each.backend, reason=each.reason)
             for each in routes.fallbacks
         ],
-        plans=[_plan(bucket, route) for bucket, route in sorted(routes.by_bucket.items())],
+        plans=[_plan(layer, bucket, route) for bucket, route in sorted(routes.by_bucket.items())],
+        eager=[EagerBucket(bucket=each.bucket, reason=each.reason) for each in graphs.eager]
+        if graphs
+        else [],
+        graph_bytes=graphs.nbytes if graphs else 0,
         device=device,
         source=layer.source,
         source_dtype=layer.source_dtype,
@@ -118,9 +123,15 @@ def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
     )
 
 
-def _plan(bucket: int, route: Route) -> BucketPlan:
+def _plan(layer: Layer, bucket: int, route: Route) -> BucketPlan:
     plan = route.plan
-    return BucketPlan(bucket=bucket, backend=route.backend.name, layout=plan.layout, quantizer=plan.quantizer)
+    return BucketPlan(
+        bucket=bucket,
+        backend=route.backend.name,
+        layout=plan.layout,
+        quantizer=plan.quantizer,
+        graph=layer.has_graph(bucket),
+    )
 
 
 def _entry(layer: Layer) -> ModelIndexEntry:

@@ -14,8 +14,9 @@ from enum import Enum
 from gemmwire.wire import Tensor
 
 from .backlog import Answer, Item
-from .device import Device, Done, Job
-from .errors import DeadlineExceeded, DeviceFailed, Draining, NotReady, QueueFull
+from .device import Device, Job
+from .done import Done
+from .errors import DeadlineExceeded, DeviceFailed, DeviceLost, Draining, NotReady, QueueFull
 from .layer import Layer
 
 log = logging.getLogger("gemmwire.engine")
@@ -29,7 +30,8 @@ class State(Enum):
 
 
 class Engine:
-    """`load` makes the layers, on the device thread; `on_loaded` hears of its end on the event loop."""
+    """`load` makes the layers, on the device thread; `on_loaded` hears of its end on the event loop, and
+    again if the device is lost later (`failure`)."""
 
     def __init__(
         self,
@@ -217,13 +219,23 @@ class Engine:
             log.debug("the event loop has ended; nobody waits for this answer")
 
     def _finish(self, done: Done) -> None:
-        for item, outcome in zip(done.items, done.outcomes, strict=True):
+        for item in done.items:
             self.waiting -= 1
             self.waiting_bytes -= item.nbytes
         if done.times is not None:
             done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
         for item, outcome in zip(done.items, done.outcomes, strict=True):
             self._settle(item, outcome, done)
+        if done.lost is not None:
+            self._device_lost(done.lost)
+
+    def _device_lost(self, error: DeviceLost) -> None:
+        """Not ready from now on; whoever started the service hears why it has to end."""
+        if self.state is State.READY:
+            self.state = State.FAILED
+            self.failure = error
+            if self._on_loaded is not None:
+                self._on_loaded(self)
 
     def _settle(self, item: Item, outcome: Answer | Exception | None, done: Done) -> None:
         stats = item.layer.stats
@@ -232,6 +244,9 @@ class Engine:
             settled: Answer | Exception = _expired()
         elif isinstance(outcome, Answer) and done.times is not None:
             stats.count_success(item.rows, item.arrived, done.times)
+            settled = outcome
+        elif isinstance(outcome, DeviceLost):
+            stats.count_failure(item.arrived)
             settled = outcome
         else:
             stats.count_failure(item.arrived)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .backends.base import Backend, LayerSpec
 from .routes import Routes
 from .stats import LayerStats
+
+if TYPE_CHECKING:
+    from .graphs import Program
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,22 @@ class LayerError:
     arithmetic: float
 
 
+@dataclass(frozen=True)
+class EagerBucket:
+    """A bucket that a CUDA device runs call by call, and why not as a graph."""
+
+    bucket: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """The graphs of a layer: the buckets that have none, and the device memory that the others take."""
+
+    eager: tuple[EagerBucket, ...] = ()
+    nbytes: int = 0
+
+
 @dataclass
 class Layer:
     """Changed by the device thread alone once it is served; the event loop reads it."""
@@ -31,6 +51,8 @@ class Layer:
     source_dtype: str
     version: int = 1
     error: LayerError | None = None
+    graphs: GraphFacts | None = None  # None on a CPU, which has none
+    programs: dict[int, Program] = field(default_factory=dict)  # by bucket, on a CUDA device
     stats: LayerStats = field(default_factory=LayerStats)
 
     @property
@@ -41,3 +63,7 @@ class Layer:
     def backend(self) -> Backend:
         """The one that runs the layer; single buckets may have another (`routes.fallbacks`)."""
         return self.routes.selection.backend
+
+    def has_graph(self, bucket: int) -> bool:
+        program = self.programs.get(bucket)
+        return program is not None and program.captured

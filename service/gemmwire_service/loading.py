@@ -37,7 +37,7 @@ def make_engine(settings: Settings, on_loaded: Callable[[Engine], None] | None) 
     ladder, choice = _ladder(settings, device)
     torch.set_num_threads(settings.cpu_threads or max(1, _cores() - 1))
     engine = Engine(
-        lambda report: Device(device, ladder, report),
+        lambda report: Device(device, ladder, report, graph_budget=settings.graph_budget_bytes),
         lambda owner: load_layers(settings, choice, owner),
         max_queue=settings.max_queue,
         max_queue_bytes=settings.max_queue_bytes,
@@ -84,6 +84,7 @@ def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Lay
     for random in settings.random_layers():
         origin = f"random {random.n}x{random.k}"
         yield from _unique([_serve(_random_weights(random), origin, router, device)], names)
+    device.allocate()
     for tuner in set(router.tuners.values()):  # one that serves several backends of a library is there once
         device.enter(tuner.serving())
 
@@ -136,6 +137,7 @@ def _serve(weights: LayerWeights, source: str, router: Router, device: Device, n
             each.reason,
         )
     with router.serving(layer.routes):
+        device.capture(layer)
         layer.error = check(layer, weight, weights.probe, device)
     return layer
 

@@ -48,6 +48,12 @@ class BucketPlan(BaseModel):
     backend: str
     layout: str = Field(description="of the scales of x; empty where the backend has no choice")
     quantizer: str = Field(description="of x; empty where the backend has no choice")
+    graph: bool = Field(description="it runs as a CUDA graph")
+
+
+class EagerBucket(BaseModel):
+    bucket: int
+    reason: str
 
 
 class ModelConfig(BaseModel):
@@ -65,6 +71,8 @@ class ModelConfig(BaseModel):
     )
     fallbacks: list[Fallback] = Field(description="buckets that the backend failed at and another runs")
     plans: list[BucketPlan] = Field(description="what runs each bucket")
+    eager: list[EagerBucket] = Field(description="buckets that a CUDA device runs without a graph, and why")
+    graph_bytes: int = Field(description="device memory that the graphs take")
     device: str
     source: str = Field(description="where the weight came from")
     source_dtype: str

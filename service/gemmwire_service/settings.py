@@ -72,6 +72,11 @@ class Settings(BaseSettings):
     cpu_threads: int = Field(
         0, ge=0, le=1024, description="threads of one CPU matmul; 0 is one less than the cores"
     )
+    graph_budget_bytes: int = Field(
+        4 << 30,
+        ge=0,
+        description="device memory for CUDA graphs; buckets beyond it run without, as all do at 0",
+    )
     batch_invariant: bool = Field(
         False, description="a row has the same bits at any M: by a kernel that promises it, or one fixed M"
     )

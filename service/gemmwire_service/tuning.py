@@ -120,15 +120,23 @@ def reason(error: Exception) -> str:
 
 def refuse_lost(device: torch.device, error: Exception) -> None:
     """Errors: BackendError where `error` has left the CUDA device unusable for this process."""
+    why = loss(device, error)
+    if why is not None:
+        raise BackendError(
+            f"{device} is lost to this process ({why}), after {reason(error)}: nothing more can run "
+            "on it; start again with another backend (--backend), and report the kernel",
+        ) from error
+
+
+def loss(device: torch.device, error: Exception) -> str | None:
+    """Why the device can do nothing more for this process after `error`, or None: it can."""
     if device.type != "cuda":
-        return
+        return reason(error) if isinstance(error, torch.AcceleratorError) else None
     try:
         torch.cuda.synchronize(device)
     except Exception as lost:
-        raise BackendError(
-            f"{device} is lost to this process ({reason(lost)}), after {reason(error)}: nothing more can run "
-            "on it; start again with another backend (--backend), and report the kernel",
-        ) from error
+        return reason(lost)
+    return None
 
 
 def check_repeats(forward: Callable[[], None], out: Tensor, repetitions: int) -> None:

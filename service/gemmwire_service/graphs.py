@@ -1,0 +1,250 @@
+"""CUDA graphs: the forward of one bucket of a layer, captured once and then one call for the host.
+
+A graph holds addresses. So x and y of every layer lie in tensors that outlive the graphs, one x for each K
+and one y for each N of a device, which the forwards of all buckets share: they run one after the other. The
+weight is read where its backend keeps it, which a refit does not move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .layer import EagerBucket, GraphFacts, Layer
+from .replay_check import judge
+from .routes import Route
+from .tuning import reason, refuse_lost
+
+log = logging.getLogger("gemmwire.graphs")
+
+WARM_UPS = 2  # what a first call loads, compiles or allocates must not happen in a capture
+MIB = 1 << 20
+
+Run = Callable[[], None]
+
+
+@dataclass(eq=False)
+class StaticX:
+    """BF16 [rows, k_pad], flat. Rows from `filled` on are zero, and those between a bucket's m and its end
+    once `load` has run."""
+
+    flat: Tensor
+    k_pad: int
+    filled: int = 0
+
+    def rows(self, bucket: int) -> Tensor:
+        return self.flat[: bucket * self.k_pad].view(bucket, self.k_pad)
+
+    def load(self, source: Tensor, m: int, bucket: int) -> None:
+        """Rows 0..m from `source`, BF16 [m * k_pad] in any memory, on the current stream; m..bucket zero."""
+        self.flat[: m * self.k_pad].copy_(source, non_blocking=True)
+        dirty = min(self.filled, bucket)
+        if m < dirty:
+            self.flat[m * self.k_pad : dirty * self.k_pad].zero_()
+        if self.filled <= bucket:
+            self.filled = m
+
+    def spoil(self) -> None:
+        """Somebody wrote to it by another way."""
+        self.filled = self.flat.numel() // self.k_pad
+
+
+class Statics:
+    """The static x of each K and y of each N on one device, as large as its largest bucket."""
+
+    def __init__(self, device: torch.device, largest: int) -> None:
+        self._device = device
+        self._largest = largest
+        self._xs: dict[int, StaticX] = {}
+        self._ys: dict[int, Tensor] = {}
+
+    def x(self, k_pad: int) -> StaticX:
+        if k_pad not in self._xs:
+            self._xs[k_pad] = StaticX(self._zeros(k_pad), k_pad)
+        return self._xs[k_pad]
+
+    def y(self, n: int) -> Tensor:
+        """BF16 [largest * n], flat."""
+        if n not in self._ys:
+            self._ys[n] = self._zeros(n)
+        return self._ys[n]
+
+    def _zeros(self, width: int) -> Tensor:
+        with torch.inference_mode(False):  # such a tensor can be written to in any mode
+            return torch.zeros(self._largest * width, dtype=torch.bfloat16, device=self._device)
+
+
+@dataclass(eq=False)
+class Program:
+    """The forward of one bucket of one layer, from its static x to its static y [bucket, n], contiguous.
+
+    `run` queues it on the current stream: the replay of a graph where it is `captured`, else call by call.
+    """
+
+    bucket: int
+    n: int
+    x: StaticX
+    y: Tensor
+    out: Tensor  # [bucket, n_pad]; y itself where N needs no padding
+    eager: Run
+    run: Run
+    captured: bool = False
+
+    @classmethod
+    def of(cls, route: Route, bucket: int, statics: Statics) -> Program:
+        weight = route.weight
+        x = statics.x(weight.k_pad)
+        out = statics.y(weight.n_pad)[: bucket * weight.n_pad].view(bucket, weight.n_pad)
+        y = out
+        if weight.n_pad != weight.n:
+            y = statics.y(weight.n)[: bucket * weight.n].view(bucket, weight.n)
+        eager = partial(_forward, route, x.rows(bucket), out, y)
+        return cls(bucket, weight.n, x, y, out, eager, eager)
+
+
+def _forward(route: Route, x: Tensor, out: Tensor, y: Tensor) -> None:
+    """Quantize, multiply, add the bias, mask, slice to N."""
+    route.backend.forward(x, route.weight, route.plan, out)
+    if y is not out:
+        y.copy_(out[:, : y.shape[1]])
+
+
+class Recorder(Protocol):
+    """Makes a graph of calls; on a CPU a test stands in for it."""
+
+    def record(self, run: Run) -> Run:
+        """What replays the calls of `run`. Raises what a capture raises."""
+
+    def used(self) -> int:
+        """Bytes of device memory in use."""
+
+    def transient(self, run: Run) -> int:
+        """Bytes that `run` allocates and gives back, which a graph keeps."""
+
+
+class CudaRecorder:
+    """Captures on one stream into one pool, which all graphs share."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile, as a refit does: only this thread's calls can spoil a capture.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def used(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def transient(self, run: Run) -> int:
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def fitting(needs: dict[int, int], held: int, each: int, left: int) -> set[int]:
+    """The buckets whose graphs fit into `left` bytes, small ones first: for them a graph gains most.
+
+    `needs`: bucket -> bytes of the pool that its graph uses; the pool is shared, and `held` large already.
+    `each`: bytes of any one graph.
+    """
+    chosen: set[int] = set()
+    pool = held
+    for bucket in sorted(needs):
+        pool = max(pool, needs[bucket])
+        if pool - held + (len(chosen) + 1) * each > left:
+            break
+        chosen.add(bucket)
+    return chosen
+
+
+@dataclass
+class Graphs:
+    """The graphs of one device, within `budget` bytes; for the device thread."""
+
+    device: torch.device
+    statics: Statics
+    recorder: Recorder
+    budget: int
+    used: int = 0
+    _pool: int = 0  # the largest need that was captured
+    _each: int = field(default=0)  # bytes of the last graph, as a guess at the next
+
+    def capture(self, layer: Layer) -> dict[int, Program]:
+        """The programs of a layer that is not served yet; `layer.graphs` says what became of each bucket.
+
+        Errors: BackendError where the device is lost, and what an eager forward raises.
+        """
+        routes = layer.routes.by_bucket
+        programs = {bucket: Program.of(route, bucket, self.statics) for bucket, route in routes.items()}
+        used, eager = self.used, {}
+        if self.budget:
+            needs = {bucket: self._warm(programs[bucket]) for bucket in sorted(programs, reverse=True)}
+            fits = fitting(needs, self._pool, self._each, self.budget - self.used)
+            eager = {bucket: self._too_large(bucket, needs) for bucket in programs if bucket not in fits}
+            for bucket in sorted(fits, reverse=True):
+                failure = self._try(programs[bucket], needs[bucket])
+                if failure is not None:
+                    eager[bucket] = failure
+        else:
+            eager = dict.fromkeys(programs, "graphs are switched off (--graph-budget-bytes 0)")
+        _tell(layer.name, eager)
+        buckets = tuple(EagerBucket(bucket, eager[bucket]) for bucket in sorted(eager))
+        layer.graphs = GraphFacts(buckets, self.used - used)
+        return programs
+
+    def _warm(self, program: Program) -> int:
+        """Eager runs, and the bytes that the last one allocated on its way."""
+        for _ in range(WARM_UPS):
+            program.eager()
+        return self.recorder.transient(program.eager)
+
+    def _try(self, program: Program, need: int) -> str | None:
+        """Capture one bucket and let it run as a graph, or say why not."""
+        if self.used >= self.budget:
+            return f"the graphs before it took {self.used} of {self.budget} bytes (--graph-budget-bytes)"
+        before = self.recorder.used()
+        try:
+            replay = self.recorder.record(program.eager)
+            judge(program.x, program.y, program.bucket, program.eager, replay)
+        except Exception as error:  # a bucket without its graph is slower, and serves
+            refuse_lost(self.device, error)
+            return reason(error)
+        program.run, program.captured = replay, True
+        taken = max(0, self.recorder.used() - before)
+        self._each = max(0, taken - max(0, need - self._pool))
+        self._pool = max(self._pool, need)
+        self.used += taken
+        return None
+
+    def _too_large(self, bucket: int, needs: dict[int, int]) -> str:
+        return (
+            f"its graph needs some {(needs[bucket] + self._each) / MIB:.0f} MiB, and of the "
+            f"{self.budget / MIB:.0f} MiB for graphs {self.used / MIB:.0f} are used; raise "
+            "--graph-budget-bytes"
+        )
+
+
+def _tell(name: str, eager: dict[int, str]) -> None:
+    """One line for all buckets of one reason."""
+    by_reason: dict[str, list[int]] = {}
+    for bucket in sorted(eager):
+        by_reason.setdefault(eager[bucket], []).append(bucket)
+    for why, buckets in by_reason.items():
+        log.warning("layer %s, M=%s: runs without a CUDA graph: %s", name, _listed(buckets), why)
+
+
+def _listed(buckets: Iterable[int]) -> str:
+    return ", ".join(map(str, buckets))
