@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         InvalidArgument,
         NotFound,
         Overloaded,
+        RefitIncomplete,
         ServerError,
         ServerFailed,
         TimedOut,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
         Unsupported,
         WireError,
     )
-    from .facts import Answer, LayerInfo, ServerInfo
+    from .facts import Answer, LayerInfo, Refitted, ServerInfo
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,8 @@ __all__ = [
     "LayerInfo",
     "NotFound",
     "Overloaded",
+    "RefitIncomplete",
+    "Refitted",
     "ServerError",
     "ServerFailed",
     "ServerInfo",
@@ -62,7 +65,13 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {"Client": "client", "Answer": "facts", "LayerInfo": "facts", "ServerInfo": "facts"}
+_HOMES = {
+    "Client": "client",
+    "Answer": "facts",
+    "LayerInfo": "facts",
+    "Refitted": "facts",
+    "ServerInfo": "facts",
+}
 
 
 if not TYPE_CHECKING:  # a type checker would take it for the promise of every name

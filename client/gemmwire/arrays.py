@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 from .errors import InputError, InvalidArgument
-from .messages import Tensor
+from .messages import Buffer, Tensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +35,17 @@ class Framework(Protocol):
         """x as a wire tensor over its own memory where that is contiguous. Errors: `InputError`."""
         ...
 
+    def dtype(self, x: Any) -> str:
+        """The name that NumPy and torch have for the type of x's elements: "float32", "float8_e4m3fn", ..."""
+        ...
+
+    def memory(self, x: Any, name: str) -> Buffer:
+        """The elements of x, row-major and little-endian, in x's own memory where they lie so.
+
+        Errors: `InputError`, calling x by its `name`.
+        """
+        ...
+
     def from_wire(self, tensor: Tensor, like: Any) -> Any:
         """The tensor as an array beside `like`, over the tensor's own memory where that is writable."""
         ...
@@ -44,15 +55,15 @@ class Framework(Protocol):
         ...
 
 
-def framework_of(x: object) -> Framework:
+def framework_of(x: object, name: str = "x") -> Framework:
     """Errors: `InputError` (`type_unsupported`) for a list, a scalar, a data frame, ..."""
     for framework in FRAMEWORKS:
         if framework.owns(x):
             return framework
     raise InputError(
         "type_unsupported",
-        f"x is of type {type(x).__name__}; a NumPy array, a torch tensor or a buffer of float32 "
-        "is needed: pass numpy.asarray(x, dtype=numpy.float32)",
+        f"{name} is of type {type(x).__name__}; a NumPy array, a torch tensor or a buffer of float32 "
+        f"is needed: pass numpy.asarray({name}, dtype=numpy.float32)",
     )
 
 
@@ -78,27 +89,37 @@ class Torch:
     def to_wire(self, x: torch.Tensor, name: str) -> Tensor:
         import torch
 
-        datatype = DATATYPES.get(str(x.dtype).removeprefix("torch."))
+        datatype = DATATYPES.get(self.dtype(x))
         if datatype is None:
             _refuse_dtype(x.dtype, "x.to(torch.float32)")
         _refuse_scalar(x.ndim)
-        if x.layout is not torch.strided or x.is_meta:
-            kind = "a meta tensor" if x.is_meta else f"of layout {x.layout}"
-            raise InputError("memory_unsupported", f"x is {kind}; a dense tensor that holds values is needed")
         if x.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 "grad_unsupported",
                 "x requires grad, and no gradient comes back from a server: pass x.detach(), or call under "
                 "torch.no_grad()",
             )
+        return Tensor(name, datatype, tuple(x.shape), self.memory(x, name))
+
+    def dtype(self, x: torch.Tensor) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def memory(self, x: torch.Tensor, name: str) -> Buffer:
+        import torch
+
+        if x.layout is not torch.strided or x.is_meta:
+            kind = "a meta tensor" if x.is_meta else f"of layout {x.layout}"
+            raise InputError(
+                "memory_unsupported", f"{name} is {kind}; a dense tensor that holds values is needed"
+            )
         try:
-            host = x.detach().cpu().resolve_neg().contiguous()
-            return Tensor(name, datatype, tuple(x.shape), _torch_memory(host))
+            return _torch_memory(x.detach().cpu().resolve_neg().contiguous())
         except RuntimeError as error:  # a fake or functional tensor: it has a shape, and no values to send
             raise InputError(
                 "memory_unsupported",
-                f"x is a {type(x).__name__} whose values cannot be read ({error}); pass a plain tensor, or "
-                "put the call into a compiled model as torch.ops.gemmwire.remote_linear (import gemmwire.nn)",
+                f"{name} is a {type(x).__name__} whose values cannot be read ({error}); pass a plain tensor, "
+                "or put the call into a compiled model as torch.ops.gemmwire.remote_linear (import "
+                "gemmwire.nn)",
             ) from error
 
     def from_wire(self, tensor: Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -125,18 +146,27 @@ class NumPy:
         return module is not None and isinstance(x, (module.ndarray, module.generic))
 
     def to_wire(self, x: np.ndarray[Any, np.dtype[Any]], name: str) -> Tensor:
-        import numpy as np
-
-        datatype = DATATYPES.get(x.dtype.name)
+        datatype = DATATYPES.get(self.dtype(x))
         if datatype is None:
             _refuse_dtype(x.dtype, "x.astype(numpy.float32)")
         _refuse_scalar(x.ndim)
+        return Tensor(name, datatype, x.shape, self.memory(x, name))
+
+    def dtype(self, x: np.ndarray[Any, np.dtype[Any]]) -> str:
+        name: str = x.dtype.name
+        return name
+
+    def memory(self, x: np.ndarray[Any, np.dtype[Any]], name: str) -> Buffer:
+        import numpy as np
+
         if isinstance(x, np.ma.MaskedArray):
             raise InputError(
-                "memory_unsupported", "x is a masked array, and a mask does not travel: pass x.filled(value)"
+                "memory_unsupported",
+                f"{name} is a masked array, and a mask does not travel: pass {name}.filled(value)",
             )
         rows = np.ascontiguousarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")))
-        return Tensor(name, datatype, x.shape, rows.reshape(-1).view(np.uint8).data)
+        data: Buffer = rows.reshape(-1).view(np.uint8).data
+        return data
 
     def from_wire(self, tensor: Tensor, like: object) -> np.ndarray[Any, np.dtype[Any]]:
         import numpy as np
@@ -172,7 +202,7 @@ class Buffers:
 
     def to_wire(self, x: Any, name: str) -> Tensor:
         view = memoryview(x)
-        if view.format not in ("f", "@f"):
+        if self.dtype(x) != "float32":
             raise InputError(
                 "dtype_unsupported",
                 f"x is a buffer of format {view.format!r}, and only float32 ('f') can be sent as a buffer: "
@@ -186,8 +216,15 @@ class Buffers:
                 f"x is an empty buffer of shape {list(shape)}, and no buffer of y could have its shape: "
                 "pass numpy.asarray(x)",
             )
-        data = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-        return Tensor(name, "FP32", shape, data)
+        return Tensor(name, "FP32", shape, self.memory(x, name))
+
+    def dtype(self, x: Any) -> str:
+        form = memoryview(x).format.removeprefix("@")
+        return {"f": "float32", "B": "uint8"}.get(form, f"of format {form!r}")
+
+    def memory(self, x: Any, name: str) -> Buffer:
+        view = memoryview(x)
+        return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
     def from_wire(self, tensor: Tensor, like: object) -> memoryview[float]:
         data = memoryview(tensor.data)

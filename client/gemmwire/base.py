@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from . import __version__, http1, replies, wire
 from .arrays import datatype_of, framework_of
 from .errors import InputError, InvalidArgument
-from .facts import Answer, LayerInfo, ServerInfo
+from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .http1 import Reply, Request
 from .url import parse_url, segment
+from .weights import Weights
 
 T = TypeVar("T")
 
@@ -91,6 +92,17 @@ class BaseClient:
         request = self._request("POST", path + "/infer", headers, buffers)
         return Exchange(request, seconds, partial(replies.read_answer, sent=sent))
 
+    def _refit(
+        self, layer: str, weights: Weights, if_version: str | int | None, timeout: float | None
+    ) -> Exchange[Refitted]:
+        headers = {"content-type": "application/octet-stream"}
+        if if_version is not None:
+            headers["if-match"] = _checked_version(if_version)
+        path = f"/v2/repository/models/{segment(layer, 'layer')}/weights"
+        request = replace(self._request("PUT", path, headers, weights.encode()), repeatable=False)
+        seconds = self._timeout if timeout is None else _seconds(timeout)
+        return Exchange(request, seconds, replies.read_refitted)
+
     def _layers(self) -> Exchange[list[LayerInfo]]:
         json = {"content-type": "application/json"}
         request = self._request("POST", "/v2/repository/index", json, [b"{}"])
@@ -138,6 +150,13 @@ def _checked_id(request_id: str | None) -> str:
             f"request_id is {request_id!r:.150}; it must be 1 to 128 visible ASCII characters without spaces"
         )
     return request_id
+
+
+def _checked_version(version: str | int) -> str:
+    text = str(version)
+    if isinstance(version, bool) or not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InvalidArgument(f"if_version is {version!r:.80}; it must be a version that a layer has had")
+    return text
 
 
 def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:

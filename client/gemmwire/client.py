@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from .base import BaseClient, Exchange
-from .errors import InvalidArgument
-from .facts import Answer, LayerInfo, ServerInfo
+from .errors import GemmwireError, InvalidArgument, RefitIncomplete
+from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .transport import HTTPTransport, Transport
+from .weights import Weights
 
 T = TypeVar("T")
 
@@ -76,6 +77,65 @@ class Client(BaseClient):
     ) -> Answer:
         """As `infer`, with what made y: the weights' version, backend, bucket and times."""
         return self._run(self._infer(layer, x, output_dtype, version, timeout, request_id))
+
+    @overload
+    def refit(
+        self,
+        layer: str,
+        weight: Any,
+        *,
+        scale: Any = None,
+        bias: Any = None,
+        if_version: str | int | None = None,
+        timeout: float | None = None,
+    ) -> Refitted: ...
+
+    @overload
+    def refit(self, layer: Mapping[str, Any], *, timeout: float | None = None) -> dict[str, Refitted]: ...
+
+    def refit(
+        self,
+        layer: str | Mapping[str, Any],
+        weight: Any = None,
+        *,
+        scale: Any = None,
+        bias: Any = None,
+        if_version: str | int | None = None,
+        timeout: float | None = None,
+    ) -> Refitted | dict[str, Refitted]:
+        """Replace the weight of a layer on the server, in place and between two forwards.
+
+        `weight` is `[N, K]` of float32, float16 or bfloat16, or E4M3 codes (float8_e4m3fn, or their bytes as
+        uint8) with `scale`, E8M0 exponents `[N, ceil(K/32)]` (uint8 or float8_e8m0fnu). `bias` `[N]` is given
+        exactly where the layer has one. `if_version` replaces that version and no other, else `Conflict`.
+
+        Given a mapping of layers to weights, each replaces its layer, one after the other; a layer with a
+        bias or a scale has a mapping of its own, `{"weight": w, "weight_scale": s, "bias": b}`.
+        Errors then: `RefitIncomplete`, once the weights themselves have been found to be right.
+
+        Nothing is sent twice. After a `TransportError` the layer's version tells whether it was replaced.
+        """
+        if isinstance(layer, str):
+            return self._run(self._refit(layer, Weights.of(weight, scale, bias), if_version, timeout))
+        if not (weight is None and scale is None and bias is None and if_version is None):
+            raise InvalidArgument(
+                "With a mapping of layers, weight, scale, bias and if_version belong to no layer; refit one "
+                "at a time, or give each layer a mapping of its own"
+            )
+        return self._refit_all({name: Weights.read(name, entry) for name, entry in layer.items()}, timeout)
+
+    def _refit_all(self, layers: Mapping[str, Weights], timeout: float | None) -> dict[str, Refitted]:
+        done: dict[str, Refitted] = {}
+        for name, weights in layers.items():
+            try:
+                done[name] = self._run(self._refit(name, weights, None, timeout))
+            except GemmwireError as error:
+                raise RefitIncomplete(
+                    f"{len(done)} of {len(layers)} layers have their new weights; {name!r} failed: {error}",
+                    layer=name,
+                    done=done,
+                ) from error
+        return done
 
     def layers(self) -> list[LayerInfo]:
         """The layers that the server has."""

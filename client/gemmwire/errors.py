@@ -4,6 +4,7 @@ GemmwireError
 ├── WireError               bytes that are not a valid message (either end; it has a code and a status)
 ├── InputError              an array that cannot be sent or given back: its type, dtype or rank
 ├── InvalidArgument         a URL, name, timeout or header that no request can be made of
+├── RefitIncomplete         of several layers some have their new weights; `done`, `layer`, `__cause__`
 ├── TransportError          no answer came
 │   ├── ConnectionFailed    refused, reset, name not resolved
 │   └── TimedOut            the client's own timeout passed
@@ -22,7 +23,11 @@ GemmwireError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from .facts import Refitted
 
 
 class GemmwireError(Exception):
@@ -62,7 +67,7 @@ class InputError(GemmwireError, TypeError):
     """An object that cannot become a tensor, or a tensor that cannot become such an object.
 
     The message says what is accepted and how to convert. `code` is `type_unsupported`, `dtype_unsupported`,
-    `rank_unsupported`, `memory_unsupported` or `grad_unsupported`.
+    `rank_unsupported`, `shape_unsupported`, `memory_unsupported` or `grad_unsupported`.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -72,6 +77,19 @@ class InputError(GemmwireError, TypeError):
 
 class InvalidArgument(GemmwireError, ValueError):
     """An argument that no request can be made of; the message says what it must be."""
+
+
+class RefitIncomplete(GemmwireError):
+    """Of several layers, those in `done` have their new weights; `layer` and those behind it do not.
+
+    `__cause__` says why. After a `TransportError` it is not known whether `layer` has its own: its version
+    tells.
+    """
+
+    def __init__(self, message: str, *, layer: str, done: Mapping[str, Refitted]) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.done = done
 
 
 class TransportError(GemmwireError):

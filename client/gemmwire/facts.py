@@ -45,6 +45,22 @@ class LayerInfo:
 
 
 @dataclass(frozen=True)
+class Refitted:
+    """A layer whose weight was replaced: answers of `version` were computed with the new one.
+
+    `quantization_error` is that of the new weight, None for one that was sent in MXFP8; `arithmetic_error`
+    that of the backend on it. `seconds` says what the server spent on each stage.
+    """
+
+    name: str
+    version: str
+    previous_version: str
+    quantization_error: float | None
+    arithmetic_error: float | None
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class ServerInfo:
     """A server; `extensions` are the protocol's, such as "binary_tensor_data"."""
 

@@ -22,12 +22,16 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 @dataclass(frozen=True)
 class Request:
-    """`path` is the target as it goes on the wire; `headers` hold everything but the body's length."""
+    """`path` is the target as it goes on the wire; `headers` hold everything but the body's length.
+
+    `repeatable`: it may be sent again where the connection ended without an answer.
+    """
 
     method: str
     path: str
     headers: Mapping[str, str]
     body: Sequence[Buffer] = ()
+    repeatable: bool = True
 
 
 @dataclass(frozen=True)

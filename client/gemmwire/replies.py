@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from . import errors, wire
 from .arrays import Framework
 from .errors import ServerError, WireError
-from .facts import Answer, LayerInfo, ServerInfo
+from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .http1 import Reply
 
 T = TypeVar("T")
@@ -57,6 +57,19 @@ def read_layer(reply: Reply) -> LayerInfo:
     config = _document(reply, dict)
     known = set(LayerInfo.__dataclass_fields__)
     return _layer(config, {key: value for key, value in config.items() if key not in known})
+
+
+def read_refitted(reply: Reply) -> Refitted:
+    document = _document(reply, dict)
+    where = "the answer"
+    return Refitted(
+        name=_required(document, "name", str, where),
+        version=_required(document, "version", str, where),
+        previous_version=_required(document, "previous_version", str, where),
+        quantization_error=_optional(document, "quantization_error", float, where),
+        arithmetic_error=_optional(document, "arithmetic_error", float, where),
+        seconds=_optional(document, "seconds", dict, where) or {},
+    )
 
 
 def read_server(reply: Reply) -> ServerInfo:

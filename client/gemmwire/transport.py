@@ -35,7 +35,8 @@ class Busy(TimeoutError):
 class HTTPTransport:
     """Keep-alive connections to one server, at most `max_connections` at a time; safe to use from threads.
 
-    A connection that the server closed between two requests is replaced, once a call, by a fresh one.
+    A connection that the server closed between two requests is replaced, once a call, by a fresh one. What
+    must not be repeated goes over a fresh one at once.
     """
 
     def __init__(self, url: Url, max_connections: int) -> None:
@@ -62,7 +63,9 @@ class HTTPTransport:
 
     def _send(self, request: Request, deadline: Deadline) -> Reply:
         idle = self._pool.take()
-        if idle is not None:
+        if idle is not None and not request.repeatable:
+            idle.close()
+        elif idle is not None:
             try:
                 return self._exchange(idle, request, deadline)
             except Closed:
