@@ -80,7 +80,8 @@ def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Lay
     store = PlanStore(cache, Environment.of(device.device))
     router = Router(device.device, device.ladder.buckets, choice, store, cache)
     for source in settings.sources():
-        yield from _unique(_load_checkpoint(source, router, device), names)
+        checkpoint = open_checkpoint(Path(source.path), allow_unquantized=settings.allow_unquantized)
+        yield from _unique(_load_checkpoint(source, checkpoint, router, device), names)
     for random in settings.random_layers():
         origin = f"random {random.n}x{random.k}"
         yield from _unique([_serve(_random_weights(random), origin, router, device)], names)
@@ -101,8 +102,9 @@ def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[
         yield layer
 
 
-def _load_checkpoint(source: ModelSource, router: Router, device: Device) -> Iterator[Layer]:
-    checkpoint = open_checkpoint(Path(source.path))
+def _load_checkpoint(
+    source: ModelSource, checkpoint: Checkpoint, router: Router, device: Device
+) -> Iterator[Layer]:
     _tell(source.path, checkpoint)
     names = checkpoint.names()
     for number, name in enumerate(names, 1):

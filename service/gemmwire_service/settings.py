@@ -49,6 +49,10 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     model: Texts = Field((), description="checkpoint to serve: [NAME=]DIR_OR_FILE; may be repeated")
+    allow_unquantized: bool = Field(
+        False,
+        description="serve the layers too that an MXFP8 checkpoint keeps unquantized, quantized at load",
+    )
     random_layer: Texts = Field((), description="random layer to serve: NAME=NxK; may be repeated")
     backend: str = Field(
         "auto", description="auto, one backend's name (binding), or a comma list (preference)"

@@ -110,9 +110,9 @@ def slow_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate = threading.Event()
     real = open_checkpoint
 
-    def open_late(path: Path | str) -> Any:
+    def open_late(path: Path | str, **options: Any) -> Any:
         assert gate.wait(30)
-        return real(path)
+        return real(path, **options)
 
     monkeypatch.setattr(loading, "open_checkpoint", open_late)
     yield gate

@@ -36,7 +36,7 @@ class Format:
     name: str
     looks_like: str
     accepts: Callable[[Path], bool]
-    open: Callable[[Path], Checkpoint]
+    open: Callable[[Path, bool], Checkpoint]
 
 
 FORMATS: tuple[Format, ...] = (
@@ -45,7 +45,7 @@ FORMATS: tuple[Format, ...] = (
         "glassllm",
         "glassllm, glassllm:<language> or its .npz",
         lambda path: glassllm.is_installed_name(path) or path.suffix.lower() == ".npz",
-        glassllm.GlassllmCheckpoint,
+        lambda path, allow_unquantized: glassllm.GlassllmCheckpoint(path),
     ),
     Format(
         "safetensors",
@@ -56,9 +56,11 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, allow_unquantized: bool = False) -> Checkpoint:
     """The checkpoint at `path`, in the first of FORMATS that accepts it. Raises CheckpointError.
 
+    `allow_unquantized`: the weights that a quantized checkpoint leaves as floats are layers too, quantized as
+    those of a float checkpoint; without it they are in `skipped`.
     Opening reads names and shapes and checks them all; weights are read, and their values checked, by `read`.
     """
     path = Path(path)
@@ -71,7 +73,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         ) from None
     for each in FORMATS:
         if each.accepts(path):
-            return each.open(path)
+            return each.open(path, allow_unquantized)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder", expected="a checkpoint", got="nothing")
     if path.suffix.lower() in shards.PICKLE_SUFFIXES:

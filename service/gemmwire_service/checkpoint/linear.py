@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are linear layers, told from names, dtypes and shapes alone."""
+"""Which tensors of a checkpoint are linear layers: by names, dtypes, shapes, and what is declared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from gemmwire_service.checkpoint.base import Skipped, layer_name, listed, shown
 from gemmwire_service.checkpoint.hf_config import Declared
 from gemmwire_service.checkpoint.safetensors_header import TensorInfo
+from gemmwire_service.checkpoint.scales import check_scale
+from gemmwire_service.checkpoint.schemes import Scheme
 from gemmwire_service.errors import CheckpointError
-from gemmwire_service.mxfp8.format import BLOCK
 
 FLOATS = ("BF16", "F16", "F32")
 E4M3 = "F8_E4M3"
-E8M0 = ("U8", "F8_E8M0")  # two names of one thing: exponents in a byte
 
 # Modules whose 2-D weight is looked up by row and not multiplied, by the last part of their name.
 EMBEDDINGS = frozenset(
@@ -43,7 +43,7 @@ EMBEDDINGS = frozenset(
         "wte",
     }
 )
-_WEIGHT, _BIAS, _SCALE = ".weight", ".bias", ".weight_scale"
+_WEIGHT, _BIAS = ".weight", ".bias"
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,29 @@ class Linear:
 
 
 def find_linears(
-    tensors: Mapping[str, TensorInfo], declared: Declared, source: object
+    tensors: Mapping[str, TensorInfo], declared: Declared, source: object, allow_unquantized: bool = False
 ) -> tuple[dict[str, Linear], tuple[Skipped, ...]]:
     """The layers by name, in natural order (layers.2 before layers.10), and everything else with its reason.
 
-    Raises CheckpointError for a layer that cannot be right: a bias or scale of the wrong size or dtype, or a
-    name that no URL can carry.
+    Float weights of a quantized checkpoint are layers only if `allow_unquantized`. Raises CheckpointError for
+    a layer that cannot be right: a bias or scale of the wrong size or dtype, or a name that no URL can carry.
     """
     ordered = sorted(tensors, key=natural_key)
     beside = _siblings(tensors)
-    linears: dict[str, Linear] = {}
-    for name in ordered:
-        if _reason_against(tensors[name], beside) is None:
-            linear = _linear(name, tensors, declared, source)
-            linears[linear.name] = linear
-    used = {part.name for linear in linears.values() for part in linear.parts()}
-    skipped = (Skipped(name, _reason(tensors[name], beside)) for name in ordered if name not in used)
-    return linears, tuple(skipped)
+    against = {name: _reason_against(tensors[name], beside, declared.scheme) for name in ordered}
+    found = [_linear(name, tensors, declared, source) for name in ordered if against[name] is None]
+    if not allow_unquantized and (declared.scheme.declared or any(linear.scale for linear in found)):
+        against.update(
+            {each.weight.name: _left_unquantized(each, declared.scheme) for each in found if not each.scale}
+        )
+        found = [linear for linear in found if linear.scale]
+    used = {part.name for linear in found for part in linear.parts()}
+    skipped = (
+        Skipped(name, _reason(tensors[name], against[name], beside, declared.scheme))
+        for name in ordered
+        if name not in used
+    )
+    return {linear.name: linear for linear in found}, tuple(skipped)
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
@@ -103,7 +109,7 @@ def _siblings(tensors: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
     return found
 
 
-def _reason_against(info: TensorInfo, beside: Mapping[str, list[str]]) -> str | None:
+def _reason_against(info: TensorInfo, beside: Mapping[str, list[str]], scheme: Scheme) -> str | None:
     """Why this tensor is not the weight of a served layer, or None: it is."""
     module, _, last = info.name.rpartition(".")
     if last != "weight":
@@ -117,16 +123,20 @@ def _reason_against(info: TensorInfo, beside: Mapping[str, list[str]]) -> str | 
         return f"is {len(info.shape)}-D ({kind}); a linear layer's weight is 2-D"
     if 0 in info.shape:
         return f"has no elements: {info}"
-    return _reason_against_dtype(info.dtype, sorted(beside[module]))
+    other = scheme.other(module)
+    if other is not None:
+        return f"is declared {other[:40]}, which is not MXFP8"
+    return _reason_against_dtype(info.dtype, sorted(beside[module]), scheme)
 
 
-def _reason_against_dtype(dtype: str, beside: list[str]) -> str | None:
+def _reason_against_dtype(dtype: str, beside: list[str], scheme: Scheme) -> str | None:
     scales = [last for last in beside if last.startswith(("weight_", "scale"))]
     if dtype == E4M3:
-        if "weight_scale" not in beside:
+        own = [last for last in scheme.scales if last in beside]
+        if not own:
             found = listed([last for last in beside if last != "weight"])
-            return f"is {E4M3} without a weight_scale; beside it: {found or 'nothing'}"
-        scales.remove("weight_scale")
+            return f"is {E4M3} without a {' or '.join(scheme.scales)}; beside it: {found or 'nothing'}"
+        scales.remove(own[0])
     elif dtype == "F64":
         return "is F64, which is not quantized; store it as F32"
     elif dtype not in FLOATS:
@@ -136,12 +146,22 @@ def _reason_against_dtype(dtype: str, beside: list[str]) -> str | None:
     return None
 
 
-def _reason(info: TensorInfo, beside: Mapping[str, list[str]]) -> str:
+def _left_unquantized(linear: Linear, scheme: Scheme) -> str:
+    """Why a float weight of a quantized checkpoint is not served: its maker chose to keep it as it is."""
+    entry = scheme.excluded(linear.name)
+    why = f"excluded by {shown(entry)}" if entry is not None else "and not in its list of exclusions"
+    return (
+        f"is {linear.weight.dtype} in a checkpoint of MXFP8, {why}; "
+        "with --allow-unquantized it is quantized at load and served"
+    )
+
+
+def _reason(info: TensorInfo, against: str | None, beside: Mapping[str, list[str]], scheme: Scheme) -> str:
     """Why a tensor is left out, for any tensor that no layer uses."""
     module, _, last = info.name.rpartition(".")
     if last == "weight":
-        return _reason_against(info, beside) or "belongs to no layer"
-    if last in ("bias", "weight_scale") and "weight" in beside[module]:
+        return against or "belongs to no layer"
+    if last in ("bias", *scheme.scales) and "weight" in beside[module]:
         return f"belongs to {shown(module + _WEIGHT)}, which is not served"
     if len(info.shape) == 2 and info.dtype in FLOATS:
         return (
@@ -154,11 +174,21 @@ def _reason(info: TensorInfo, beside: Mapping[str, list[str]]) -> str:
 def _linear(name: str, tensors: Mapping[str, TensorInfo], declared: Declared, source: object) -> Linear:
     weight, module = tensors[name], layer_name(name[: -len(_WEIGHT)], source)
     transposed = module.rpartition(".")[2] in declared.transposed
-    scale = tensors[module + _SCALE] if weight.dtype == E4M3 else None
+    scale = _scale(module, tensors, declared.scheme) if weight.dtype == E4M3 else None
     linear = Linear(module, weight, tensors.get(module + _BIAS), scale, transposed)
     _check_bias(linear, source)
-    _check_scale(linear, source)
+    if scale is not None and transposed:
+        raise CheckpointError(
+            f"{source}: tensor {shown(scale.name)}: {shown(weight.name)} is declared [in, out], and "
+            "scales run along [out, in]"
+        )
+    if scale is not None:
+        check_scale(scale, weight, declared.scheme, source)
     return linear
+
+
+def _scale(module: str, tensors: Mapping[str, TensorInfo], scheme: Scheme) -> TensorInfo:
+    return next(tensors[f"{module}.{last}"] for last in scheme.scales if f"{module}.{last}" in tensors)
 
 
 def _check_bias(linear: Linear, source: object) -> None:
@@ -176,30 +206,4 @@ def _check_bias(linear: Linear, source: object) -> None:
             f"{where} is {bias}, and {shown(weight.name)} is {weight}: needs [{linear.n}]{hint}",
             expected=[linear.n],
             got=list(bias.shape),
-        )
-
-
-def _check_scale(linear: Linear, source: object) -> None:
-    scale, weight = linear.scale, linear.weight
-    if scale is None:
-        return
-    where = f"{source}: tensor {shown(scale.name)}"
-    if linear.transposed:
-        raise CheckpointError(
-            f"{where}: {shown(weight.name)} is declared [in, out], and scales run along [out, in]"
-        )
-    if scale.dtype not in E8M0:
-        raise CheckpointError(
-            f"{where} is {scale}; the scales of MXFP8 are E8M0 exponents stored as {' or '.join(E8M0)}. "
-            "A float scale is another format: serve the unquantized model instead",
-            expected=E8M0,
-            got=scale.dtype,
-        )
-    needed = (linear.n, -(-linear.k // BLOCK))
-    if scale.shape != needed:
-        raise CheckpointError(
-            f"{where} is {scale}, and {shown(weight.name)} is {weight}: needs {list(needed)}, one scale per "
-            f"{BLOCK} along the last dimension",
-            expected=list(needed),
-            got=list(scale.shape),
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.checkpoint.base import shown
-from gemmwire_service.checkpoint.safetensors_header import PREFIX, TensorInfo, header_length, parse_header
+from gemmwire_service.checkpoint.safetensors_header import PREFIX, header_length, read_header
 from gemmwire_service.errors import CheckpointError
 
 # E8M0 scales are exponents in a byte: they are read as bytes whatever the file calls them.
@@ -30,7 +30,8 @@ TORCH_DTYPES = {
 
 
 class SafetensorsFile:
-    """The container at `path`. `tensors` maps names to dtype, shape and bytes, in the order of the bytes."""
+    """The container at `path`. `tensors` maps names to dtype, shape and bytes, in the order of the bytes;
+    `metadata` is the free text of its header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +42,7 @@ class SafetensorsFile:
             length = header_length(bytes(prefix), status.st_size, path)
             header = bytes(_read(file, length, path))
         self._data = PREFIX + length
-        self.tensors: dict[str, TensorInfo] = parse_header(header, status.st_size - self._data, path)
+        self.tensors, self.metadata = read_header(header, status.st_size - self._data, path)
 
     def load(self, name: str) -> Tensor:
         """A copy of one tensor, on the CPU. Raises CheckpointError if the file changed since."""

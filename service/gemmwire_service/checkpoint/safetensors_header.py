@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemmwire_service.checkpoint.base import listed, shown
 from gemmwire_service.checkpoint.json_object import parse_object
@@ -87,8 +87,20 @@ def header_length(prefix: bytes, size: int, source: object) -> int:
     return length
 
 
+class Header(NamedTuple):
+    """What a header holds: tensors in the order of their bytes, and the free text that its writer added."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+
 def parse_header(raw: bytes, data_size: int, source: object) -> dict[str, TensorInfo]:
-    """The tensors that a JSON header describes, in the order of their bytes.
+    """The tensors of `read_header` alone."""
+    return read_header(raw, data_size, source).tensors
+
+
+def read_header(raw: bytes, data_size: int, source: object) -> Header:
+    """The tensors that a JSON header describes, and its __metadata__.
 
     `data_size` is the number of bytes after the header. Raises CheckpointError, and nothing else, when the
     header is not exactly a description of that many bytes.
@@ -100,22 +112,23 @@ def parse_header(raw: bytes, data_size: int, source: object) -> dict[str, Tensor
             got=repr(raw[:8]),
         )
     entries = parse_object(raw, f"{source}: header", strict=True)
-    _check_metadata(entries.pop("__metadata__", None), source)
+    metadata = _metadata(entries.pop("__metadata__", None), source)
     tensors = [_entry(name, entry, data_size, source) for name, entry in entries.items()]
     tensors.sort(key=lambda info: (info.start, info.nbytes))
     _check_coverage(tensors, data_size, source)
-    return {info.name: info for info in tensors}
+    return Header({info.name: info for info in tensors}, metadata)
 
 
-def _check_metadata(metadata: Any, source: object) -> None:
+def _metadata(metadata: Any, source: object) -> dict[str, str]:
     if metadata is None:
-        return
+        return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(
             f"{source}: __metadata__ must map strings to strings",
             expected="object of strings",
             got=_kind(metadata),
         )
+    return metadata
 
 
 def _entry(name: str, entry: Any, data_size: int, source: object) -> TensorInfo:
