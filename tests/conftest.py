@@ -36,11 +36,14 @@ def checkpoint(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFact
     return path
 
 
-@pytest.fixture(scope="session")
-def server(checkpoint: Path) -> Iterator[Served]:
-    """The small checkpoint as `m.<layer>`, and the demo as `demo.<layer>`, on a real socket."""
+@pytest.fixture(scope="session", params=(True, False), ids=("fast-path", "asgi"))
+def server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The small checkpoint as `m.<layer>`, and the demo as `demo.<layer>`, on a real socket.
+
+    Twice, for infer comes by two paths, and every rule of the protocol holds for both.
+    """
     # Here, because tests/gpu runs where the server's packages are not installed.
     from serving import serving, settings
 
-    with serving(settings(model=(f"m={checkpoint}", "demo=glassllm"))) as served:
+    with serving(settings(model=(f"m={checkpoint}", "demo=glassllm"), fast_path=request.param)) as served:
         yield served

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 
-from gemmwire_service.app import create_app
+from gemmwire_service.app import Service, create_app
 from gemmwire_service.device import Job
 from gemmwire_service.engine import Engine, State
 from gemmwire_service.listener import bind, url
@@ -27,6 +27,7 @@ class Served:
     url: str
     port: int
     engine: Engine
+    stop: Callable[[], None]
 
 
 def settings(**fields: object) -> Settings:
@@ -35,23 +36,31 @@ def settings(**fields: object) -> Settings:
 
 
 @contextmanager
-def serving(options: Settings, *, wait: bool = True) -> Iterator[Served]:
+def serving(
+    options: Settings, *, wait: bool = True, prepare: Callable[[Service], None] | None = None
+) -> Iterator[Served]:
     """Serve until the block ends; with `wait`, from the moment the layers are ready."""
     listener = bind(options.host, options.port)
     app = create_app(options)
+    if prepare is not None:
+        prepare(app)
     engine: Engine = app.state.engine
     server = make_server(app, options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+
     try:
         until(lambda: server.started, "the server did not start")
         if wait:
             until(lambda: engine.state is not State.LOADING, "the layers were not loaded")
             if engine.failure is not None:
                 raise engine.failure
-        yield Served(url(listener, options.host), listener.getsockname()[1], engine)
+        yield Served(url(listener, options.host), listener.getsockname()[1], engine, stop)
     finally:
-        server.should_exit = True
+        stop()
         thread.join(timeout=30)
         listener.close()
 

@@ -38,9 +38,7 @@ async def read_body(receive: Receive, length: int | None, limit: int, offset: in
     """
     if length is None:
         return await _read_chunked(receive, limit)
-    pad = -offset % _ALIGNMENT
-    # Not a bytearray: it would be zeroed, and so take the declared memory before a byte has come.
-    view = np.empty(pad + length, dtype=np.uint8).data[pad:]
+    view = aligned(length, offset)
     at = 0
     more = True
     while more:
@@ -56,6 +54,13 @@ async def read_body(receive: Receive, length: int | None, limit: int, offset: in
             "frame_invalid", f"Content-Length is {length}, but {at} bytes came", expected=length, got=at
         )
     return view
+
+
+def aligned(length: int, offset: int) -> memoryview:
+    """`length` bytes, not yet written, of which byte `offset` lies at an aligned address."""
+    pad = -offset % _ALIGNMENT
+    # Not a bytearray: it would be zeroed, and so take the declared memory before a byte has come.
+    return np.empty(pad + length, dtype=np.uint8).data[pad:]
 
 
 async def _read_chunked(receive: Receive, limit: int) -> memoryview:

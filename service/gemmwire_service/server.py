@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import uvicorn
-from fastapi import FastAPI
+import asyncio
+from functools import partial
+from typing import Literal, cast
 
+import uvicorn
+
+from .app import Service
+from .connection import Connection, Lane
 from .listener import BACKLOG
 from .settings import Settings
 
@@ -13,10 +18,14 @@ KEEP_ALIVE_S = 75
 GRACE_S = 10  # for requests under way when the server is told to stop; a half-sent one would hold it for ever
 
 
-def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
+def make_server(app: Service, settings: Settings) -> uvicorn.Server:
+    """Infer is taken from the socket, unless a setting or a middleware, which must see it, forbids."""
+    lane = Lane(app.infer) if settings.fast_path and not app.user_middleware else None
     server = uvicorn.Server(
         uvicorn.Config(
             app,
+            http=_protocol(lane),
+            ws="none",
             log_config=None,
             log_level="warning" if settings.log_level == "info" else settings.log_level,
             access_log=False,
@@ -27,5 +36,11 @@ def make_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
             backlog=BACKLOG,
         )
     )
-    app.state.engine.in_flight = lambda: len(server.server_state.tasks)
+    tasks = server.server_state.tasks
+    app.state.engine.in_flight = lambda: len(tasks) + lane.begun if lane is not None else len(tasks)
     return server
+
+
+def _protocol(lane: Lane | None) -> type[asyncio.Protocol] | Literal["httptools"]:
+    """What uvicorn calls for every connection."""
+    return "httptools" if lane is None else cast(type[asyncio.Protocol], partial(Connection, lane))

@@ -158,11 +158,15 @@ def test_routes_that_are_not_there(server: Served, method: str, path: str, statu
     assert (reply.status, reply.json["code"]) == (status, code), reply.body
 
 
-@pytest.fixture(scope="module")
-def narrow(checkpoint: object) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=(True, False), ids=("fast-path", "asgi"))
+def narrow(checkpoint: object, request: pytest.FixtureRequest) -> Iterator[Served]:
     """A server with small limits."""
     options = settings(
-        model=(f"m={checkpoint}",), random_layer=("tall=4096x1",), max_body_bytes=8192, max_json_bytes=2048
+        model=(f"m={checkpoint}",),
+        random_layer=("tall=4096x1",),
+        max_body_bytes=8192,
+        max_json_bytes=2048,
+        fast_path=request.param,
     )
     with serving(options) as served:
         yield served

@@ -22,9 +22,9 @@ from serving import Served, hold, serving, settings, until
 X = torch.ones(1, 128)
 
 
-@pytest.fixture
-def small(checkpoint: object) -> Iterator[Served]:
-    with serving(settings(model=(f"m={checkpoint}",), max_queue=2)) as served:
+@pytest.fixture(params=(True, False), ids=("fast-path", "asgi"))
+def small(checkpoint: object, request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving(settings(model=(f"m={checkpoint}",), max_queue=2, fast_path=request.param)) as served:
         yield served
 
 

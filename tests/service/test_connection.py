@@ -1,0 +1,356 @@
+"""Infer from the socket, past ASGI: what it takes, what it leaves, and that nobody can tell which."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from gemmwire_service import connection
+from gemmwire_service.connection import Connection
+from gemmwire_service.head import parse_head
+from http_calls import HEADER_LENGTH, call, infer, json_message, message
+from serving import Served, hold, serving, settings, until
+
+X = torch.linspace(-2, 3, 3 * 128).view(3, 128)
+
+
+@pytest.fixture(scope="module")
+def fast(checkpoint: object) -> Iterator[Served]:
+    with serving(settings(model=(f"m={checkpoint}",), random_layer=("tall=200000x32",))) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def asgi(checkpoint: object) -> Iterator[Served]:
+    options = settings(model=(f"m={checkpoint}",), random_layer=("tall=200000x32",), fast_path=False)
+    with serving(options) as served:
+        yield served
+
+
+@contextmanager
+def linked(served: Served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+        yield link
+
+
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    gate = threading.Event()
+    hold(served.engine, gate)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def request(
+    body: bytes,
+    length: int | None = None,
+    *,
+    path: str = "/v2/models/m.plain/infer",
+    version: str = "1.1",
+    **headers: str,
+) -> bytes:
+    fields = {"Host": "x", "Content-Length": str(len(body))}
+    if length is not None:
+        fields[HEADER_LENGTH] = str(length)
+    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"POST {path} HTTP/{version}\r\n{lines}\r\n".encode() + body
+
+
+GOOD = request(*message(X))
+
+
+def answers(link: socket.socket, count: int) -> list[bytes]:
+    """That many whole answers, each with its head."""
+    found: list[bytes] = []
+    received = b""
+    while len(found) < count:
+        head, end, rest = received.partition(b"\r\n\r\n")
+        size = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
+        if end and size is not None and len(rest) >= int(size[1]):
+            found.append(head + end + rest[: int(size[1])])
+            received = rest[int(size[1]) :]
+            continue
+        chunk = link.recv(1 << 20)
+        assert chunk, f"closed after {len(found)} answers and {received[:200]!r}"
+        received += chunk
+    return found
+
+
+def statuses(found: list[bytes]) -> list[int]:
+    return [int(answer[9:12]) for answer in found]
+
+
+def steady(answer: bytes) -> bytes:
+    """The answer without what differs from one time to the next: the date, the times and their padding."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    timed = b"_us" in body
+    varying = (b"date:", b"content-length:", b"inference-header") if timed else (b"date:",)
+    lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(varying)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + re.sub(rb'"(queue|device)_us":\d+|(?<=}) *', b"", body)
+
+
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers of the requests that this path takes from here on."""
+    layers: list[str] = []
+    real = Connection._begin
+
+    def noting(self: Connection, exchange: connection._Exchange, data: memoryview) -> None:
+        layers.append(exchange.layer.name)
+        real(self, exchange, data)
+
+    monkeypatch.setattr(Connection, "_begin", noting)
+    return layers
+
+
+REQUESTS = {
+    "binary": GOOD,
+    "json": request(json_message(X)),
+    "raw": request(X.bfloat16().view(torch.uint8).numpy().tobytes(), 0),
+    "version": request(*message(X), path="/v2/models/m.plain/versions/1/infer"),
+    "no-rows": request(*message(X[:0])),
+    "binary-in-json-out": request(*message(X, parameters={})),
+    "much-json-out": request(*message(torch.ones(1, 32), parameters={}), path="/v2/models/tall/infer"),
+    "request-id": request(*message(X), x_request_id="abc-1"),
+    "id-and-timeout": request(*message(X, id="7"), gemmwire_timeout_us="60000000"),
+    "close": request(*message(X), Connection="close"),
+    "wrong-k": request(*message(torch.ones(2, 127))),
+    "json-that-is-none": request(b"{"),
+    "length-beyond-the-body": request(b"{}", 9),
+    "header-length-that-is-none": request(b"{}", None, inference_header_content_length="-1"),
+    "timeout-that-is-none": request(*message(X), gemmwire_timeout_us="soon"),
+    "unknown-layer": request(*message(X), path="/v2/models/nowhere/infer"),
+    "unknown-version": request(*message(X), path="/v2/models/m.plain/versions/9/infer"),
+    "query": request(*message(X), path="/v2/models/m.plain/infer?a=1"),
+    "escaped": request(*message(X), path="/v2/models/m%2Eplain/infer"),
+    "http-1.0": request(*message(X), version="1.0"),
+    "chunked": GOOD.split(b"\r\n\r\n")[0].replace(b"\r\nContent-Length", b"\r\nWas-Length")
+    + b"\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(message(X)[0])
+    + message(X)[0]
+    + b"\r\n0\r\n\r\n",
+    "two-lengths": request(*message(X), content_length="1"),
+    "header-length-twice": request(*message(X), INFERENCE_HEADER_CONTENT_LENGTH="5"),
+    "not-http": b"POST /v2/models/m.plain/infer HTTP/1.1\r\nno colon\r\n\r\n",
+    "folded": b"POST /v2/models/m.plain/infer HTTP/1.1\r\nA: b\r\n c\r\nContent-Length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("sent", REQUESTS.values(), ids=REQUESTS)
+def test_both_paths_give_the_same_answer_byte_for_byte(fast: Served, asgi: Served, sent: bytes) -> None:
+    got = []
+    for served in (fast, asgi):
+        with linked(served) as link:
+            link.sendall(sent)
+            got.append(steady(answers(link, 1)[0]))
+    assert got[0] == got[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("binary", True), ("json", True), ("close", True), ("wrong-k", True), ("unknown-layer", False)]
+    + [(name, False) for name in ("http-1.0", "chunked", "query", "escaped", "two-lengths", "folded")],
+)
+def test_which_requests_this_path_takes(
+    fast: Served, monkeypatch: pytest.MonkeyPatch, name: str, path: bool
+) -> None:
+    layers = taken(monkeypatch)
+    with linked(fast) as link:
+        link.sendall(REQUESTS[name])
+        answers(link, 1)
+    assert bool(layers) is path
+
+
+@pytest.mark.parametrize("cut", range(1, len(GOOD), 37))
+def test_a_request_may_come_in_pieces_cut_anywhere(fast: Served, cut: int) -> None:
+    with linked(fast) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(2):
+            link.sendall(GOOD[:cut])
+            time.sleep(0.002)
+            link.sendall(GOOD[cut:])
+            assert statuses(answers(link, 1)) == [200]
+
+
+def test_a_request_may_come_byte_by_byte(fast: Served) -> None:
+    with linked(fast) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in GOOD:
+            link.sendall(bytes([byte]))
+        assert statuses(answers(link, 1)) == [200]
+
+
+def test_pipelined_requests_of_both_kinds_are_answered_in_order(fast: Served) -> None:
+    metadata = b"GET /v2/models/m.plain HTTP/1.1\r\nHost: x\r\n\r\n"
+    sent = [GOOD, metadata, GOOD, GOOD, REQUESTS["unknown-layer"], REQUESTS["chunked"], GOOD, metadata]
+    with linked(fast) as link:
+        for _ in range(3):
+            link.sendall(b"".join(sent))
+            found = answers(link, len(sent))
+            assert statuses(found) == [200, 200, 200, 200, 404, 200, 200, 200]
+            assert [b"model_version" in answer for answer in found] == [
+                one in (GOOD, REQUESTS["chunked"]) for one in sent
+            ]
+
+
+def test_a_thousand_pipelined_requests_are_each_answered(fast: Served) -> None:
+    with linked(fast) as link, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(link.sendall, GOOD * 1000)
+        assert statuses(answers(link, 1000)) == [200] * 1000
+        sending.result()
+    assert fast.engine.waiting == 0
+
+
+def test_what_comes_while_the_device_works_waits_for_its_turn(fast: Served) -> None:
+    with linked(fast) as link:
+        with held(fast):
+            link.sendall(GOOD)
+            until(lambda: fast.engine.waiting == 1, "the request did not arrive")
+            link.sendall(GOOD + b"GET /v2/health/live HTTP/1.1\r\n\r\n")
+            time.sleep(0.05)
+            assert fast.engine.waiting == 1, "one connection has one request under way"
+        assert statuses(answers(link, 3)) == [200] * 3
+
+
+def test_a_client_that_reads_no_answers_is_read_no_further(fast: Served) -> None:
+    """Guards: a pipelining client that makes the server hold any number of answers."""
+    sent = request(*message(torch.ones(20, 32)), path="/v2/models/tall/infer")  # answers of 16 MB
+    layer = fast.engine.layers["tall"]
+    before = layer.stats.success.count
+    with linked(fast) as link, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(link.sendall, sent * 8)
+        until(lambda: layer.stats.success.count > before, "nothing was answered")
+        time.sleep(0.3)
+        assert layer.stats.success.count - before <= 2
+        assert statuses(answers(link, 8)) == [200] * 8
+        sending.result()
+
+
+@pytest.mark.parametrize("cut", [len(GOOD) - 1, len(GOOD) - 500])
+def test_a_client_that_leaves_in_mid_body_leaves_nothing_behind(fast: Served, cut: int) -> None:
+    with linked(fast) as link:
+        link.sendall(GOOD[:cut])
+        until(lambda: fast.engine.in_flight() == 1, "the request was not begun")
+    until(lambda: fast.engine.in_flight() == 0, "the request is still under way")
+    assert infer(fast, "m.plain", *message(X)).status == 200
+
+
+def test_requests_that_wait_are_in_flight_until_they_are_answered(fast: Served) -> None:
+    with linked(fast) as one, linked(fast) as two:
+        with held(fast):
+            one.sendall(GOOD)
+            two.sendall(GOOD)
+            until(lambda: fast.engine.in_flight() == 2, "they were not begun")
+        answers(one, 1)
+        answers(two, 1)
+    assert fast.engine.in_flight() == 0
+
+
+def test_a_fault_of_ours_is_one_requests_500(fast: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault")
+
+    with linked(fast) as link:
+        for step in ("call", "reply"):
+            with monkeypatch.context() as patch:
+                patch.setattr("gemmwire_service.infer.Infer." + step, broken)
+                link.sendall(GOOD)
+                answer = answers(link, 1)[0]
+            assert statuses([answer]) == [500]
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["code"] == "internal"
+            link.sendall(GOOD)
+            assert statuses(answers(link, 1)) == [200]
+    assert fast.engine.in_flight() == 0
+
+
+def test_an_idle_connection_is_closed_and_a_used_one_is_not(
+    checkpoint: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: uvicorn's timer of an earlier answer closing the connection under this path's requests."""
+    monkeypatch.setattr("gemmwire_service.server.KEEP_ALIVE_S", 1)
+    with serving(settings(model=(f"m={checkpoint}",))) as served, linked(served) as link:
+        link.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        answers(link, 1)
+        for _ in range(8):
+            time.sleep(0.25)
+            link.sendall(GOOD)
+            assert statuses(answers(link, 1)) == [200]
+        began = time.monotonic()
+        assert link.recv(1) == b""
+        assert time.monotonic() - began > 0.5
+
+
+def test_a_stopping_server_answers_what_is_under_way_and_closes(checkpoint: object) -> None:
+    with (
+        serving(settings(model=(f"m={checkpoint}",))) as served,
+        linked(served) as idle,
+        linked(served) as link,
+    ):
+        gate = threading.Event()
+        hold(served.engine, gate)
+        link.sendall(GOOD)
+        until(lambda: served.engine.waiting == 1, "the request did not arrive")
+        served.stop()
+        assert idle.recv(1) == b""
+        gate.set()
+        answer = answers(link, 1)[0]
+        assert statuses([answer]) == [200]
+        assert b"connection: close" in answer
+        assert link.recv(1) == b""
+
+
+def test_a_middleware_is_not_passed_by(checkpoint: object) -> None:
+    from starlette.responses import PlainTextResponse
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    class Teapot:
+        def __init__(self, app: ASGIApp) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                await PlainTextResponse("no", status_code=418)(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+
+    with serving(
+        settings(model=(f"m={checkpoint}",)), prepare=lambda app: app.add_middleware(Teapot), wait=False
+    ) as served:
+        assert call(served, "POST", "/v2/models/m.plain/infer", b"{}").status == 418
+
+
+def test_a_head_is_remembered_by_its_bytes() -> None:
+    head = GOOD.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    first, again = parse_head(head), parse_head(bytes(bytearray(head)))
+    assert first is again
+    assert first is not None
+    assert (first.layer, first.version, first.keep_alive) == ("m.plain", None, True)
+    long = head.replace(b"Host: x", b"Host: " + b"x" * 2000)
+    assert parse_head(long) is not parse_head(long)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"Expect: 100-continue", b"Upgrade: h2c\r\nConnection: upgrade", b"Content-Encoding: gzip", b"Host: y"],
+)
+def test_a_head_that_asks_for_more_is_left_to_uvicorn(line: bytes) -> None:
+    head = GOOD.partition(b"\r\n\r\n")[0] + b"\r\n" + line + b"\r\n\r\n"
+    assert parse_head(head) is None
+
+
+def test_much_json_is_left_to_uvicorn() -> None:
+    assert parse_head(b"POST /v2/models/a/infer HTTP/1.1\r\nContent-Length: 300000\r\n\r\n") is None
+    binary = b"POST /v2/models/a/infer HTTP/1.1\r\nContent-Length: 300000\r\n"
+    head = parse_head(binary + HEADER_LENGTH.encode() + b": 99\r\n\r\n")
+    assert head is not None
+    assert (head.length, head.offset) == (300000, 99)
