@@ -192,6 +192,8 @@ class Device:
 
     def _note_loss(self, error: Exception) -> bool:
         """Whether the device is lost; nothing is computed on it from then on."""
+        if self.lost is None and isinstance(error, DeviceLost):
+            self.lost = error
         why = None if self.lost is not None else loss(self.device, error)
         if why is not None:
             log.critical("%s is lost (%s)", self.device, why, exc_info=error)

@@ -12,7 +12,6 @@
         ├── DeviceFailed   500  the device raised while it computed this request
         ├── WeightsRefused 400  a new weight that the layer cannot take
         ├── VersionConflict 409 the layer is not in the version that the caller takes it to be
-        ├── WeightLost     500  a weight could neither be replaced nor restored
         └── DeviceLost     503  the device can compute nothing more, and the server ends
 
 Every message says what was given, what is needed and the way out.
@@ -85,11 +84,6 @@ class WeightsRefused(EngineError):
 class VersionConflict(EngineError):
     code = "version_conflict"
     status = 409
-
-
-class WeightLost(EngineError):
-    code = "weight_lost"
-    status = 500
 
 
 class DeviceLost(EngineError):

@@ -18,14 +18,14 @@ from typing import NamedTuple, TypeVar
 from .check import judge
 from .checkpoint.base import LayerWeights
 from .device import Job
-from .engine import Engine, State
+from .engine import Engine
 from .errors import (
     BackendError,
     CheckpointError,
     DeviceFailed,
+    DeviceLost,
     ServiceError,
     VersionConflict,
-    WeightLost,
     WeightsRefused,
 )
 from .layer import Layer, LayerError
@@ -84,7 +84,7 @@ class Refit:
     async def refit(self, source: Source, if_version: int | None = None) -> Refitted:
         """Replace a layer's weight; on any error the layer answers as before, in the same version.
 
-        Errors: NotReady, Draining, VersionConflict, WeightsRefused, DeviceFailed, WeightLost.
+        Errors: NotReady, Draining, VersionConflict, WeightsRefused, DeviceFailed, DeviceLost.
         """
         async with self._turn:
             self._engine.refuse_unless_ready()
@@ -107,11 +107,7 @@ class Refit:
         candidate = await self._prepare(source)
         layer, previous = source.layer, source.layer.version
         began = time.perf_counter()
-        try:
-            await self._on_device(partial(_change, source, candidate))
-        except WeightLost as error:
-            self._engine.state, self._engine.failure = State.FAILED, error
-            raise
+        await self._on_device(partial(_change, source, candidate))
         seconds = candidate.seconds._replace(exchange=time.perf_counter() - began)
         log.info(
             "layer %s: version %d, from %s, in %.3f s", layer.name, layer.version, source.name, sum(seconds)
@@ -158,6 +154,7 @@ class Refit:
                 result = work()
             except Exception as error:
                 loop.call_soon_threadsafe(_fail, future, error)
+                raise  # the device logs it, and looks whether it is lost
             else:
                 loop.call_soon_threadsafe(_succeed, future, result)
 
@@ -199,15 +196,14 @@ def _shown(n: int, k: int, bias: bool) -> str:
 def _change(source: Source, candidate: _Candidate) -> None:
     """On the device thread: from here on the layer computes with the new weight; if this raises, as before.
 
-    Errors: DeviceFailed; WeightLost where the old weight could not be put back either.
+    Errors: DeviceFailed; DeviceLost where the old weight could not be put back either.
     """
     layer = source.layer
     try:
         candidate.shadow.exchange()
-    except WeightLost:
+    except DeviceLost:
         raise
     except Exception as error:
-        log.exception("layer %s: its weight could not be replaced", layer.name)
         raise DeviceFailed(
             f"The weight of layer {layer.name!r} could not be replaced ({type(error).__name__}); version "
             f"{layer.version} is still served, bit for bit. The server's log has the details"

@@ -17,7 +17,7 @@ from .backends.base import Backend, Plan, PreparedWeight
 from .backends.storage import Exchange, device_of, paired
 from .check import rows_for
 from .checkpoint.base import LayerWeights
-from .errors import WeightLost
+from .errors import DeviceLost
 from .layer import Layer
 
 
@@ -68,9 +68,10 @@ def _undo(exchange: Exchange, devices: set[torch.device], why: Exception) -> Non
         exchange.undo()
         _wait(devices)
     except Exception as error:
-        raise WeightLost(
+        raise DeviceLost(
             f"A weight could neither be replaced ({type(why).__name__}) nor put back "
-            f"({type(error).__name__}): the server answers nothing more; start it again"
+            f"({type(error).__name__}): the server ends with status 1, to be started "
+            "again"
         ) from error
 
 
