@@ -5,8 +5,9 @@ Who may and what fits is told from the headers, before the body is read; `refit`
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 
 from gemmwire.wire import WireError
 
-from .body import ClientLeft, read_body
+from .body import ClientLeft, Receive, read_body
 from .engine import Engine
 from .errors import QueueFull
 from .infer import find_layer
@@ -24,9 +25,10 @@ from .protocol import Problem, RefitResult, RefitSeconds
 from .refit import Refit, Refitted, Source, refuse_version
 from .safetensors_body import largest, read_weights
 
+STALL_S = 30.0
 SOURCE = "a refit request"
 _ETAG = re.compile(r'"?([0-9]{1,18})"?')
-_STATUSES = (400, 404, 409, 411, 413, 415, 500, 503)
+_STATUSES = (400, 404, 408, 409, 411, 413, 415, 500, 503)
 
 
 def weights_routes(engine: Engine, max_bytes: int) -> APIRouter:
@@ -49,7 +51,7 @@ def weights_routes(engine: Engine, max_bytes: int) -> APIRouter:
         length = _length(request, found, max_bytes)
         try:
             with room.taken(length):
-                body = await read_body(request.receive, length, length, 0)
+                body = await read_body(_unless_stalled(request.receive), length, length, 0)
                 source = Source(found, partial(read_weights, body, found.spec), SOURCE)
                 result = await refit.refit(source, version)
         except ClientLeft:
@@ -82,6 +84,22 @@ class Room:
             yield
         finally:
             self._used -= nbytes
+
+
+def _unless_stalled(receive: Receive) -> Receive:
+    """Errors: 408 where nothing more comes: the bytes that are kept for it are others' too."""
+
+    async def patient() -> MutableMapping[str, Any]:
+        try:
+            return await asyncio.wait_for(receive(), STALL_S)
+        except asyncio.TimeoutError:
+            raise WireError(
+                "body_stalled",
+                f"Nothing more of the body came for {STALL_S:g} seconds; send it again, in one go",
+                status=408,
+            ) from None
+
+    return patient
 
 
 def if_match(header: str | None) -> int | None:
