@@ -17,6 +17,7 @@ from on_gpu import REHEARSAL, available
 
 ALL = [
     pytest.param("emulation", marks=pytest.mark.gpu),
+    pytest.param("emulation_e4m3", marks=pytest.mark.gpu),
     *(pytest.param(name, marks=pytest.mark.sm100) for name in KERNELS),
 ]
 

@@ -30,6 +30,7 @@ _CLASSES = {
     "flashinfer_batch_invariant": "FlashinferBatchInvariant",
     "cublas": "Cublas",
     "emulation": "Emulation",
+    "emulation_e4m3": "EmulationE4m3",
 }
 
 

@@ -71,7 +71,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32
     blocks, flat = codes.reshape(-1, BLOCK), scales.reshape(-1, 1)
     out = torch.empty(blocks.shape, dtype=dtype, device=codes.device)
     for tile in _tiles(len(blocks)):
-        out[tile] = blocks[tile].to(work).mul_(_power(flat[tile]).to(work))
+        out[tile] = blocks[tile].to(work).mul_(power(flat[tile]).to(work))
     return out.view(codes.shape)
 
 
@@ -113,7 +113,7 @@ def _inverse_power(scales: Tensor) -> Tensor:
     return ((SCALE_MAX - scales) << 23).mul_(inner).view(torch.float32)
 
 
-def _power(scales: Tensor) -> Tensor:
+def power(scales: Tensor) -> Tensor:
     """FP32 2^(s-127) of uint8 s: byte 0 is the subnormal 2^-127, byte 255 NaN."""
     bits = scales.to(torch.int32) << 23
     return (
