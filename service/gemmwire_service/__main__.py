@@ -25,8 +25,19 @@ def _check() -> Command:
     return check
 
 
+def _quantize() -> Command:
+    """Exit status: 0 where the new checkpoint is complete."""
+    from .quantize.command import main as quantize
+
+    return quantize
+
+
 # Each is imported when it is called: an installation without the server's packages can still check.
-COMMANDS: dict[str, Callable[[], Command]] = {"serve": _serve, "check": _check}
+COMMANDS: dict[str, Callable[[], Command]] = {
+    "serve": _serve,
+    "check": _check,
+    "quantize": _quantize,
+}
 DEFAULT = "serve"
 
 

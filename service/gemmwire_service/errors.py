@@ -3,6 +3,7 @@
     ServiceError
     ├── SettingsError      a flag, a GEMMWIRE_* variable or their combination is wrong
     ├── CheckpointError    a file or tensor of a checkpoint cannot be served
+    ├── OutputError        a file or folder cannot be written, or must not be replaced
     ├── BackendError       no backend, or not the named one, can run a layer here
     └── EngineError        see engine errors: each has its HTTP status
         ├── NotReady       503  the layers are still being loaded
@@ -39,6 +40,10 @@ class SettingsError(ServiceError):
 
 class CheckpointError(ServiceError):
     code = "checkpoint_invalid"
+
+
+class OutputError(ServiceError):
+    code = "output_failed"
 
 
 class BackendError(ServiceError):

@@ -76,6 +76,9 @@ class Checkpoint(Protocol):
     def spec(self, name: str) -> LayerShape:
         """Raises CheckpointError for a name that is not in `names()`."""
 
+    def nbytes(self, name: str) -> int:
+        """Bytes that `read` reads. Raises as `spec` does."""
+
     def read(self, name: str) -> LayerWeights:
         """Loads one layer. Raises CheckpointError naming file and tensor when it cannot be served."""
 

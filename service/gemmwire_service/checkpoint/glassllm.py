@@ -110,6 +110,10 @@ class GlassllmCheckpoint:
         rows, columns = self._arrays[stored].shape
         return LayerShape(rows, columns, False) if stored == EMBEDDING else LayerShape(columns, rows, False)
 
+    def nbytes(self, name: str) -> int:
+        array = self._arrays[self._name_in_file(name)]
+        return math.prod(array.shape) * array.dtype.itemsize
+
     def read(self, name: str) -> LayerWeights:
         stored = self._name_in_file(name)
         weight = check_finite(self._load(stored), self._where(stored))

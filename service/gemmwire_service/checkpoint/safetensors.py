@@ -30,55 +30,71 @@ from gemmwire_service.mxfp8.weight import MxWeight
 
 
 class SafetensorsCheckpoint:
-    """A `Checkpoint` over safetensors files. Opening it reads headers alone."""
+    """A `Checkpoint` over safetensors files. Opening it reads headers alone.
+
+    files: the file of every tensor of the model, by the tensor's name. linears: the tensors of every layer.
+    """
 
     format = "safetensors"
 
     def __init__(self, path: Path, allow_unquantized: bool = False) -> None:
-        self._path = path
+        self.path = path
         shards = open_shards(path)
         declared = read_declared(shards.folder)
-        self._files, self._scheme = shards.files, declared.scheme
+        self.files, self._scheme = shards.files, declared.scheme
         tensors = {name: file.tensors[name] for name, file in shards.files.items()}
-        self._linears, skipped = find_linears(tensors, declared, path, allow_unquantized)
+        self.linears, skipped = find_linears(tensors, declared, path, allow_unquantized)
         self._refuse_comfyui()
         self.skipped = skipped + shards.skipped
-        if not self._linears:
+        if not self.linears:
             raise no_layer(self.skipped, path)
-        self.notes = shards.notes + _transposed_note(self._linears, declared) + self._scheme_notes()
+        self.notes = shards.notes + _transposed_note(self.linears, declared) + self._scheme_notes()
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._linears)
+        return tuple(self.linears)
 
     def spec(self, name: str) -> LayerShape:
         linear = self._linear(name)
         return LayerShape(linear.n, linear.k, linear.bias is not None)
 
+    def nbytes(self, name: str) -> int:
+        return sum(part.nbytes for part in self._linear(name).parts())
+
     def read(self, name: str) -> LayerWeights:
         linear = self._linear(name)
         bias = None if linear.bias is None else self._load_finite(linear.bias).float()
         if linear.scale is not None:
-            return self._take(linear, linear.scale, bias)
-        weight = self._load_finite(linear.weight)
-        if linear.transposed:
-            weight = weight.T.contiguous()
-        return quantize_layer(name, weight, bias)
+            # There is no unquantized weight to compare with, hence no probe.
+            return LayerWeights(linear.name, self._take(linear, linear.scale, bias), "MXFP8", None)
+        return quantize_layer(name, self._load_float(linear), bias)
+
+    def quantized(self, name: str) -> MxWeight:
+        """The weight of `read`, without the bias and the probe."""
+        linear = self._linear(name)
+        if linear.scale is not None:
+            return self._take(linear, linear.scale, None)
+        return MxWeight.from_float(self._load_float(linear))
 
     def _linear(self, name: str) -> Linear:
-        if name not in self._linears:
-            raise unknown_layer(name, self._linears, self._path)
-        return self._linears[name]
+        if name not in self.linears:
+            raise unknown_layer(name, self.linears, self.path)
+        return self.linears[name]
 
     def _load(self, info: TensorInfo) -> Tensor:
-        return self._files[info.name].load(info.name)
+        return self.files[info.name].load(info.name)
+
+    def _load_float(self, linear: Linear) -> Tensor:
+        """The weight [N, K], finite, in its own dtype."""
+        weight = self._load_finite(linear.weight)
+        return weight.T.contiguous() if linear.transposed else weight
 
     def _load_finite(self, info: TensorInfo) -> Tensor:
-        return check_finite(self._load(info), self._files[info.name].where(info.name))
+        return check_finite(self._load(info), self.files[info.name].where(info.name))
 
     def _refuse_comfyui(self) -> None:
-        for linear in self._linears.values():
-            file = self._files[linear.weight.name]
-            said = comfyui.declaration(linear.name, self._files, file.metadata) if linear.scale else None
+        for linear in self.linears.values():
+            file = self.files[linear.weight.name]
+            said = comfyui.declaration(linear.name, self.files, file.metadata) if linear.scale else None
             if said is not None:
                 raise CheckpointError(
                     f"{file.where(linear.weight.name)}: {shown(said)} says that this is a file of ComfyUI, "
@@ -89,7 +105,7 @@ class SafetensorsCheckpoint:
                 )
 
     def _scheme_notes(self) -> tuple[str, ...]:
-        quantized = [linear for linear in self._linears.values() if linear.scale]
+        quantized = [linear for linear in self.linears.values() if linear.scale]
         if not quantized:
             return ()
         notes = [f"{len(quantized)} weights are taken as they are: {self._scheme.name}"]
@@ -98,24 +114,21 @@ class SafetensorsCheckpoint:
                 f"{len(quantized)} weights are taken as MXFP8 with scales in linear order, by their names "
                 "and dtypes: no config.json declares a quantization"
             ]
-        floats = [linear.name for linear in self._linears.values() if not linear.scale]
+        floats = [linear.name for linear in self.linears.values() if not linear.scale]
         if floats:
             notes.append(f"{len(floats)} weights that it leaves unquantized are quantized: {listed(floats)}")
         return (*notes, *self._scheme.notes)
 
-    def _take(self, linear: Linear, scale: TensorInfo, bias: Tensor | None) -> LayerWeights:
-        """An MXFP8 layer as stored. There is no unquantized weight to compare with, hence no probe."""
+    def _take(self, linear: Linear, scale: TensorInfo, bias: Tensor | None) -> MxWeight:
+        """An MXFP8 layer as stored."""
         codes, stored = self._load(linear.weight), self._load(scale)
-        scales = to_linear(
-            stored, linear.n, linear.k, self._scheme, self._files[scale.name].where(scale.name)
-        )
+        scales = to_linear(stored, linear.n, linear.k, self._scheme, self.files[scale.name].where(scale.name))
         try:
-            weight = MxWeight.from_mxfp8(codes, scales, bias)
+            return MxWeight.from_mxfp8(codes, scales, bias)
         except CheckpointError as error:
-            path = self._files[linear.weight.name].path
+            path = self.files[linear.weight.name].path
             message = f"{path}: tensors {shown(linear.weight.name)}, {shown(scale.name)}: {error}"
             raise CheckpointError(message, expected=error.expected, got=error.got) from error
-        return LayerWeights(linear.name, weight, "MXFP8", None)
 
 
 def _transposed_note(linears: dict[str, Linear], declared: Declared) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -27,6 +28,8 @@ TORCH_DTYPES = {
     "F8_E8M0": torch.uint8,
     "U8": torch.uint8,
 }
+
+_CHUNK = 8 << 20  # bytes of a tensor that is copied, not used
 
 
 class SafetensorsFile:
@@ -56,6 +59,16 @@ class SafetensorsFile:
         return (torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)).reshape(
             info.shape
         )
+
+    def chunks(self, name: str, size: int = _CHUNK) -> Iterator[bytearray]:
+        """The bytes of one tensor, of whatever dtype, `size` at a time. Raises as `load` does."""
+        info = self.tensors[name]
+        with _open(self.path) as file:
+            for done in range(0, info.nbytes, size):
+                self._check_unchanged(os.fstat(file.fileno()))
+                file.seek(self._data + info.start + done)
+                yield _read(file, min(size, info.nbytes - done), self.path)
+            self._check_unchanged(os.fstat(file.fileno()))
 
     def where(self, name: str) -> str:
         """`file: tensor 'name'`, the beginning of a message about one tensor."""
