@@ -150,7 +150,7 @@ class Device:
         if not batch:
             return
         if self.lost is not None:
-            self._report(Done(batch, [self.lost] * len(batch), lost=self.lost))
+            self._report(self._refused(batch, self.lost))
         elif self._pipeline is None:
             with self._turn:
                 done = self._forward(batch)
@@ -163,9 +163,12 @@ class Device:
 
     def _send(self, pipeline: Pipeline, batch: list[Item]) -> None:
         try:
-            while pipeline.full_for(batch):
+            while self.lost is None and pipeline.full_for(batch):
                 self._receive(pipeline)
-            pipeline.send(batch)
+            if self.lost is None:
+                pipeline.send(batch)
+            else:
+                self._report(self._refused(batch, self.lost))
         except Exception as error:
             self._report(self._failed(batch, error))
 
@@ -189,6 +192,9 @@ class Device:
         if self._note_loss(error):
             batch = batch + (self._pipeline.drop() if self._pipeline is not None else [])
         return Done(batch, [self.lost or error] * len(batch), lost=self.lost)
+
+    def _refused(self, batch: list[Item], lost: DeviceLost) -> Done:
+        return Done(batch, [lost] * len(batch), lost=lost)
 
     def _note_loss(self, error: Exception) -> bool:
         """Whether the device is lost; nothing is computed on it from then on."""

@@ -16,9 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .driver import driver
 from .layer import EagerBucket, GraphFacts, Layer
 from .replay_check import judge
 from .routes import Route
+from .streams import Streams
 from .tuning import reason, refuse_lost
 
 log = logging.getLogger("gemmwire.graphs")
@@ -38,15 +40,19 @@ class StaticX:
     k_pad: int
     filled: int = 0
 
+    def __post_init__(self) -> None:
+        self._at = self.flat.data_ptr()
+        self._row = self.k_pad * self.flat.element_size()  # bytes
+
     def rows(self, bucket: int) -> Tensor:
         return self.flat[: bucket * self.k_pad].view(bucket, self.k_pad)
 
-    def load(self, source: Tensor, m: int, bucket: int) -> None:
-        """Rows 0..m from `source`, BF16 [m * k_pad] in any memory, on the current stream; m..bucket zero."""
-        self.flat[: m * self.k_pad].copy_(source, non_blocking=True)
+    def load(self, streams: Streams, source: int, m: int, bucket: int) -> None:
+        """Rows 0..m from BF16 [m, k_pad] at an address, queued on the compute stream; m..bucket zero."""
+        streams.copy(self._at, source, m * self._row, streams.compute)
         dirty = min(self.filled, bucket)
         if m < dirty:
-            self.flat[m * self.k_pad : dirty * self.k_pad].zero_()
+            streams.zero(self._at + m * self._row, (dirty - m) * self._row, streams.compute)
         if self.filled <= bucket:
             self.filled = m
 
@@ -96,6 +102,9 @@ class Program:
     run: Run
     captured: bool = False
 
+    def __post_init__(self) -> None:
+        self.y_at = self.y.data_ptr()
+
     @classmethod
     def of(cls, route: Route, bucket: int, statics: Statics) -> Program:
         weight = route.weight
@@ -128,6 +137,20 @@ class Recorder(Protocol):
         """Bytes that `run` allocates and gives back, which a graph keeps."""
 
 
+class Replay:
+    """A graph, launched on the stream that it was captured on; it holds no random state, which is what
+    torch's own replay sees to."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        self._graph = graph  # kept alive
+        self._launch: Run = graph.replay
+        if hasattr(graph, "raw_cuda_graph_exec"):
+            self._launch = partial(driver().launch, int(graph.raw_cuda_graph_exec()), stream.cuda_stream)
+
+    def __call__(self) -> None:
+        self._launch()
+
+
 class CudaRecorder:
     """Captures on one stream into one pool, which all graphs share."""
 
@@ -141,7 +164,7 @@ class CudaRecorder:
         # Other threads may allocate meanwhile, as a refit does: only this thread's calls can spoil a capture.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             run()
-        return graph.replay
+        return Replay(graph, self._stream)
 
     def used(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)

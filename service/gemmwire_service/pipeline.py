@@ -17,8 +17,9 @@ from .buckets import Ladder
 from .done import Done, answer
 from .graphs import CudaRecorder, Graphs, Program, Statics
 from .layer import Layer
-from .staging import CudaStreams, Slot, Staging, Streams, arrived, give_back, lend
+from .staging import Slot, Staging, arrived, give_back, lend
 from .stats import BatchTimes
+from .streams import CudaStreams, Streams
 from .tensors import TORCH_DTYPES, as_bytes, matrix
 from .timer import capture_stream
 
@@ -56,7 +57,6 @@ class Pipeline:
         self._ladder = ladder
         self._staging = Staging(machine.streams)
         self._sent: deque[_Sent] = deque()
-        machine.streams.use(machine.streams.compute)
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -150,7 +150,7 @@ class Pipeline:
         """Forget what is under way on a device that is lost; its requests."""
         items = [item for sent in self._sent for item in sent.batch]
         self._sent.clear()
-        self._staging.flights.clear()
+        self._staging.abandon()
         return items
 
     def compute(self, layer: Layer, x: Tensor) -> Tensor:
@@ -158,7 +158,9 @@ class Pipeline:
         program = self._program(layer, len(x))
         rows = torch.zeros(len(x), program.x.k_pad, dtype=torch.bfloat16)
         rows[:, : layer.spec.k] = x
-        program.x.load(rows.view(-1), len(x), program.bucket)
+        program.x.rows(program.bucket).zero_()
+        program.x.rows(len(x)).copy_(rows)
+        program.x.spoil()
         program.run()
         return program.y[: len(x)].cpu()
 
