@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +24,12 @@ from gemmwire_service import backends
 from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight
 from gemmwire_service.backends.emulation import Emulation, EmulationWeight
 from gemmwire_service.check import judge
+from gemmwire_service.checkpoint.float_layer import quantize_layer
 from gemmwire_service.engine import State
+from gemmwire_service.errors import WeightsRefused
 from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
+from gemmwire_service.refit import Refit, Refitted, Source
 from gemmwire_service.safetensors_body import read_weights
 from gemmwire_service.shadow import Shadow
 from http_calls import HEADER_LENGTH, call, json_message, message
@@ -401,3 +406,39 @@ def test_a_backend_that_computes_the_new_weight_wrongly_is_refused(
     assert (reply.status, reply.json["code"]) == (400, "weights_invalid")
     assert "computes layer 'm.l' wrongly" in reply.json["error"]
     assert_serves(client, 0, 1)
+
+
+# --- many layers at once ---
+
+
+def refit_all(served: Served, weights: dict[str, Tensor]) -> list[Refitted]:
+    """On the server's own event loop."""
+    layers = served.engine.layers
+    sources = [
+        Source(layers[name], partial(quantize_layer, name, w, None), "a folder")
+        for name, w in weights.items()
+    ]
+    work = Refit(served.engine).refit_all(sources)
+    return asyncio.run_coroutine_threadsafe(work, served.engine._running_loop).result(60)
+
+
+def test_layers_are_replaced_together_or_not_at_all() -> None:
+    """Guards: half a model that is new because one of its layers could not be read."""
+    a, b, x = spread(64, 96) / 2**14, spread(40, 96) / 2**14, spread(2, 96).to(torch.bfloat16)
+    with serving(settings(random_layer=("a=64x96", "b=40x96"))) as served, Client(served.url) as client:
+        before = {name: client.infer(name, x) for name in "ab"}
+        with pytest.raises(WeightsRefused, match=r"Layer 'b' .* the new weight \[41, 96\]"):
+            refit_all(served, {"a": a, "b": spread(41, 96)})
+        broken = b.clone()
+        broken[1, 2] = float("nan")
+        with pytest.raises(WeightsRefused, match=r"Layer 'b' keeps version 1: .*nan"):
+            refit_all(served, {"a": a, "b": broken})
+        for name in "ab":
+            assert torch.equal(client.infer(name, x), before[name])
+        results = refit_all(served, {"a": a, "b": b})
+        assert [(result.layer, result.version) for result in results] == [("a", 2), ("b", 2)]
+        for name, w in (("a", a), ("b", b)):
+            answer, want = client.call(name, x), reference(x, w)
+            assert answer.version == "2"
+            assert ((answer.y.double() - want).norm(dim=1) / want.norm(dim=1)).max() < 2**-8
+        assert client.layer("b").config["source"] == "a folder"
