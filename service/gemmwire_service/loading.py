@@ -16,6 +16,8 @@ from .buckets import Ladder
 from .check import check
 from .checkpoint import Checkpoint, LayerWeights, open_checkpoint
 from .checkpoint.base import listed
+from .checkpoint.safetensors import SafetensorsCheckpoint
+from .checkpoint.spot_check import SpotChecked
 from .device import Device
 from .engine import Engine
 from .errors import SettingsError
@@ -80,8 +82,11 @@ def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Lay
     cache = cache_folder(settings.cache_dir)
     store = PlanStore(cache, Environment.of(device.device))
     router = Router(device.device, device.ladder.buckets, choice, store, cache)
+    references = settings.references()
     for source in settings.sources():
         checkpoint = open_checkpoint(Path(source.path), allow_unquantized=settings.allow_unquantized)
+        if source.name in references:
+            checkpoint = SpotChecked(checkpoint, SafetensorsCheckpoint(Path(references[source.name])))
         yield from _unique(_load_checkpoint(source, checkpoint, router, device), names)
     for random in settings.random_layers():
         origin = f"random {random.n}x{random.k}"
