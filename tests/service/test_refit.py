@@ -19,7 +19,7 @@ from torch import Tensor
 
 import gemmwire_service.backends.storage as storage
 import gemmwire_service.refit as refit_module
-from gemmwire import Answer, Client, ServerFailed
+from gemmwire import Answer, BadRequest, Client, ServerFailed
 from gemmwire_service import backends
 from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight
 from gemmwire_service.backends.emulation import Emulation, EmulationWeight
@@ -393,6 +393,29 @@ def test_the_layer_says_where_its_weight_came_from(served: Served, client: Clien
     assert (config["source"], config["source_dtype"]) == ("a refit request", "BF16")
     assert config["quantization_error"] == result.quantization_error != before["quantization_error"]
     assert json.loads(json.dumps(config)) == config
+
+
+def test_an_mxfp8_weight_is_served_as_its_bytes_say(client: Client) -> None:
+    """Guards: codes that are quantized again, scales that are taken for numbers."""
+    quantized = MxWeight.from_float(weight(1))
+    result = client.refit(
+        "m.l", quantized.codes.view(torch.uint8).numpy(), scale=quantized.scales.numpy(), bias=BIAS.numpy()
+    )
+    assert result.quantization_error is None, "there is no unquantized weight to compare with"
+    assert_serves(client, 1, 2)
+
+
+def test_a_weight_that_the_backend_cannot_hold_changes_nothing(served: Served, client: Client) -> None:
+    """Guards: an Inf in the live weight, found when half of it is there."""
+    codes, scale = (
+        torch.full((N, K), 0x7E, dtype=torch.uint8),
+        torch.full((N, K // 32), 127, dtype=torch.uint8),
+    )
+    scale[N - 1, -1] = 254
+    with pytest.raises(BadRequest, match=r"keeps version 1: weight\[199, 352\] is too large") as caught:
+        client.refit("m.l", codes, scale=scale, bias=BIAS)
+    assert caught.value.code == "weights_invalid"
+    assert_serves(client, 0, 1)
 
 
 def test_a_backend_that_computes_the_new_weight_wrongly_is_refused(
