@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.buckets import Ladder
-from gemmwire_service.graphs import Graphs, Run, Statics
+from gemmwire_service.capture import Run
+from gemmwire_service.graphs import Graphs, Statics
 from gemmwire_service.pipeline import Machine
 
 Ready = Callable[[], bool]
@@ -113,6 +114,7 @@ class ScriptedRecorder:
     streams: ScriptedStreams
     bytes_each: int = 0
     bytes_transient: int = 0
+    took: float = 1e6  # us of a replay
     fault: Fault | None = None
     refuse: Callable[[int], Exception | None] = lambda number: None
     recorded: int = 0
@@ -139,6 +141,9 @@ class ScriptedRecorder:
     def transient(self, run: Run) -> int:
         run()
         return self.bytes_transient
+
+    def microseconds(self, run: Run) -> float:
+        return self.took
 
 
 def machine(ladder: Ladder, budget: int = 1 << 20, seed: int = 0, **recorder: object) -> Machine:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .backlog import Answer, Item
 from .buckets import Ladder
+from .capture import capture_stream
 from .done import Done, answer
 from .graphs import CudaRecorder, Graphs, Program, Statics
 from .layer import Layer
@@ -21,8 +22,9 @@ from .staging import Slot, Staging, arrived, give_back, lend
 from .stats import BatchTimes
 from .streams import CudaStreams, Streams
 from .tensors import TORCH_DTYPES, as_bytes, matrix
-from .timer import capture_stream
 
+_NOW_US = 100  # about what it takes to hand a batch to another thread, and its answers back
+_BYTES_A_US = 20_000  # of x and y, to and from the device, and once more on the host
 _COPY_BELOW = 1 << 20  # bytes; a larger copy lets go of the interpreter, which costs more than a small one
 
 
@@ -90,6 +92,17 @@ class Pipeline:
 
         self._staging.send(program, rows, fill)
         self._sent.append(_Sent(batch, layer, program.bucket, began, filled))
+
+    def quick(self, batch: list[Item]) -> bool:
+        """Whether a batch would be there and back sooner than another thread could hear of it."""
+        layer, rows = batch[0].layer, _rows(batch)
+        program = layer.programs.get(self._ladder.bucket_for(rows))
+        if (
+            program is None or not program.captured
+        ):  # a kernel library may keep to the thread it was loaded on
+            return False
+        nbytes = 2 * rows * (program.x.k_pad + program.n)
+        return program.microseconds + nbytes / _BYTES_A_US < _NOW_US
 
     def oldest(self) -> list[Item]:
         return self._sent[0].batch

@@ -11,8 +11,9 @@ from torch import Tensor
 from gemmwire_service.backends.base import Plan, PreparedWeight
 from gemmwire_service.backends.emulation import Emulation
 from gemmwire_service.buckets import Ladder
+from gemmwire_service.capture import Run
 from gemmwire_service.control import _config
-from gemmwire_service.graphs import Graphs, Run, StaticX, fitting
+from gemmwire_service.graphs import Graphs, StaticX, fitting
 from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
 from on_device import served_layer

@@ -162,3 +162,61 @@ def test_a_lost_device_fails_what_is_under_way_and_what_comes() -> None:
         assert all(isinstance(outcome, DeviceLost) for outcome in found)
         assert "an illegal memory access" in str(found[0])
         assert "status 1" in str(found[0])
+
+
+@pytest.mark.parametrize("stream", ["compute", "copy_out"])
+def test_a_missing_event_is_seen(monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    """Guards: streams of this file that run in order anyway, so that its tests pass whatever is missing."""
+    real = ScriptedStreams.wait
+
+    def wait(self: ScriptedStreams, waiting: int, event: int) -> None:
+        if waiting != getattr(self, stream):
+            real(self, waiting, event)
+
+    monkeypatch.setattr(ScriptedStreams, "wait", wait)
+    wrong = 0
+    for seed in range(8):
+        with served(seed) as (rig, layers, _):
+            items = [request(layers[0], rows(8, layers[0], number)) for number in range(30)]
+            for item, answer in zip(items, rig.answers(items), strict=True):
+                x = torch.frombuffer(item.x.data, dtype=torch.bfloat16).view(8, -1)
+                wrong += not torch.equal(tensor(answer, item), eager(layers[0], x, 8, CPU))
+    assert wrong
+
+
+def test_a_quick_batch_is_seen_to_by_whoever_asks() -> None:
+    """Guards: a hop to the device thread and back that takes longer than the forward."""
+    quick = served_layer("a", Emulation(), MxWeight.from_float(spread(34, 96)), CPU, LADDER)
+    slow = served_layer("b", Emulation(), MxWeight.from_float(spread(34, 96)), CPU, LADDER)
+    with running(CPU, LADDER, machine=lambda: machine(LADDER, took=20.0)) as rig:
+        rig.capture(quick, slow)
+        for program in slow.programs.values():
+            program.microseconds = 500.0
+        x = rows(3, quick)
+        item = request(quick, x)
+        done = rig.device.compute_now([item])
+        assert done is not None
+        assert isinstance(done.outcomes[0], Answer)
+        same(tensor(done.outcomes[0], item), eager(quick, x, 4, CPU))
+        assert rig.device.compute_now([request(slow, x)]) is None
+        assert rig.device.compute_now([request(quick, rows(9, quick))]) is None
+        quick.programs[4].captured = False
+        assert rig.device.compute_now([request(quick, x)]) is None
+
+
+def test_a_device_that_is_lost_on_the_event_loop_is_lost() -> None:
+    layer = served_layer("a", Emulation(), MxWeight.from_float(spread(34, 96)), CPU, LADDER)
+    made = [machine(LADDER, took=20.0)]
+    with running(CPU, LADDER, machine=made.pop) as rig:
+        rig.capture(layer)
+        layer.programs[1].run = broken
+        done = rig.device.compute_now([request(layer, rows(1, layer))])
+        assert done is not None
+        assert isinstance(done.outcomes[0], DeviceLost)
+        assert done.lost is rig.device.lost
+        assert rig.device.compute_now([request(layer, rows(1, layer))]) is None
+        assert isinstance(rig.outcomes_of([request(layer, rows(1, layer))])[0], DeviceLost)
+
+
+def broken() -> None:
+    raise torch.AcceleratorError("an illegal memory access was encountered")
