@@ -18,6 +18,7 @@ from .checkpoint import Checkpoint, LayerWeights, open_checkpoint
 from .checkpoint.base import listed
 from .checkpoint.safetensors import SafetensorsCheckpoint
 from .checkpoint.spot_check import SpotChecked
+from .checkpoint.weight_cache import CachedCheckpoint
 from .device import Device
 from .engine import Engine
 from .errors import SettingsError
@@ -84,9 +85,7 @@ def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Lay
     router = Router(device.device, device.ladder.buckets, choice, store, cache)
     references = settings.references()
     for source in settings.sources():
-        checkpoint = open_checkpoint(Path(source.path), allow_unquantized=settings.allow_unquantized)
-        if source.name in references:
-            checkpoint = SpotChecked(checkpoint, SafetensorsCheckpoint(Path(references[source.name])))
+        checkpoint = _open(source, settings, references.get(source.name))
         yield from _unique(_load_checkpoint(source, checkpoint, router, device), names)
     for random in settings.random_layers():
         origin = f"random {random.n}x{random.k}"
@@ -94,6 +93,15 @@ def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Lay
     device.allocate()
     for tuner in set(router.tuners.values()):  # one that serves several backends of a library is there once
         device.enter(tuner.serving())
+
+
+def _open(source: ModelSource, settings: Settings, reference: str | None) -> Checkpoint:
+    opened = open_checkpoint(Path(source.path), allow_unquantized=settings.allow_unquantized)
+    if settings.weight_cache and isinstance(opened, SafetensorsCheckpoint):
+        opened = CachedCheckpoint(opened, Path(settings.weight_cache).expanduser())
+    if reference is not None:
+        opened = SpotChecked(opened, SafetensorsCheckpoint(Path(reference)))
+    return opened
 
 
 def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[Layer]:

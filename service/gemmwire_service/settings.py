@@ -93,6 +93,10 @@ class Settings(BaseSettings):
         "auto",
         description="folder for measured plans; auto is $XDG_CACHE_HOME/gemmwire, else ~/.cache/gemmwire",
     )
+    weight_cache: str = Field(
+        "",
+        description="folder to keep quantized weights in for the next start, half the size of a BF16 model",
+    )
     log_level: LogLevel = Field("info", description="critical, error, warning, info or debug")
 
     @field_validator("model", "reference", "random_layer", mode="before")

@@ -17,6 +17,7 @@ from gemmwire_service.errors import CheckpointError
 from gemmwire_service.layer import Layer
 from gemmwire_service.loading import load_layers
 from gemmwire_service.mxfp8.layout import ScaleLayout, swizzle
+from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.settings import Settings
 from serving import settings
 
@@ -59,3 +60,14 @@ def test_a_model_is_held_against_its_reference(tmp_path: Path) -> None:
     save_file(tensors, quantized / "model.safetensors")
     with pytest.raises(CheckpointError, match="layer 'w' is no quantization of its namesake"):
         load(options)
+
+
+def test_a_second_start_takes_what_the_first_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = settings(model=(f"m={FIXTURES / 'bf16'}",), weight_cache=str(tmp_path / "cache"))
+    assert len(load(options)) == 8
+    assert len(list((tmp_path / "cache" / "weights").iterdir())) == 8
+
+    monkeypatch.setattr(MxWeight, "from_float", lambda *given: pytest.fail("quantized again"))
+    assert {layer.source_dtype for layer in load(options)} == {"BF16"}

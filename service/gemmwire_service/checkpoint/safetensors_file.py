@@ -34,13 +34,14 @@ _CHUNK = 8 << 20  # bytes of a tensor that is copied, not used
 
 class SafetensorsFile:
     """The container at `path`. `tensors` maps names to dtype, shape and bytes, in the order of the bytes;
-    `metadata` is the free text of its header."""
+    `metadata` is the free text of its header; `identity` changes when the file does.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with _open(path) as file:
             status = os.fstat(file.fileno())
-            self._identity = _identity(status)
+            self.identity = _identity(status)
             prefix = _read(file, min(PREFIX, status.st_size), path)
             length = header_length(bytes(prefix), status.st_size, path)
             header = bytes(_read(file, length, path))
@@ -87,11 +88,11 @@ class SafetensorsFile:
         return f"{self.path}: tensor {shown(name)}"
 
     def _check_unchanged(self, status: os.stat_result) -> None:
-        if _identity(status) != self._identity:
+        if _identity(status) != self.identity:
             raise CheckpointError(
-                f"{self.path}: changed since it was opened (it had {self._identity[2]} bytes and has "
+                f"{self.path}: changed since it was opened (it had {self.identity[2]} bytes and has "
                 f"{status.st_size}); load it again when its writer has finished",
-                expected=self._identity[2],
+                expected=self.identity[2],
                 got=status.st_size,
             )
 

@@ -13,15 +13,17 @@ import torch
 
 from gemmwire_service.checkpoint.safetensors import SafetensorsCheckpoint
 from gemmwire_service.checkpoint.safetensors_file import SafetensorsFile
+from gemmwire_service.checkpoint.safetensors_writer import SafetensorsWriter
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.progress import Progress, size
 
 from .declaration import DECLARATIONS, declare
 from .folder import check_apart, check_replaceable, check_room, copy_beside, replacing
 from .outline import EXCLUDED, Outline, Step, outline
-from .shard import Shard, file_names, split, write_index
+from .shards import file_names, split, write_index
 
 SHARD_BYTES = 5_000_000_000
+_METADATA = {"format": "pt"}  # transformers refuses a file without
 _SLACK = 64 << 20  # bytes for headers, tokenizer and the like
 
 
@@ -66,14 +68,17 @@ def _write(checkpoint: SafetensorsCheckpoint, plan: Outline, made: Path, shard_b
     files = file_names(len(shards))
     with Progress("quantizing", plan.read_bytes, plan.layers) as progress:
         for file, steps in zip(files, shards, strict=True):
-            with Shard(made / file, [tensor for step in steps for tensor in step.tensors]) as shard:
+            tensors = [tensor for step in steps for tensor in step.tensors]
+            with SafetensorsWriter(made / file, tensors, _METADATA) as shard:
                 for step in steps:
                     _take(checkpoint, step, shard, progress)
     if len(shards) > 1:
         write_index(made, files, shards)
 
 
-def _take(checkpoint: SafetensorsCheckpoint, step: Step, shard: Shard, progress: Progress) -> None:
+def _take(
+    checkpoint: SafetensorsCheckpoint, step: Step, shard: SafetensorsWriter, progress: Progress
+) -> None:
     if step.layer is None:
         (copy,) = step.tensors
         shard.put(copy.name, _counted(checkpoint.files[copy.name], copy.name, progress))

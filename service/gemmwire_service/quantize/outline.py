@@ -9,6 +9,7 @@ from gemmwire_service.checkpoint.base import listed
 from gemmwire_service.checkpoint.linear import E4M3, FLOATS, Linear
 from gemmwire_service.checkpoint.safetensors import SafetensorsCheckpoint
 from gemmwire_service.checkpoint.safetensors_header import TensorInfo
+from gemmwire_service.checkpoint.safetensors_writer import NewTensor
 from gemmwire_service.checkpoint.schemes.base import globs
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.format import BLOCK
@@ -37,24 +38,13 @@ EXCLUDED = (
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of the result: `source` is the tensor that it is a copy of, or None if it is made."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    source: str | None
-
-
-@dataclass(frozen=True)
 class Step:
     """What is read and written together: a copied tensor, or a weight with its scales.
 
     layer: the layer that is quantized, or None for a copy. nbytes: what is read.
     """
 
-    tensors: tuple[Stored, ...]
+    tensors: tuple[NewTensor, ...]
     layer: str | None
     nbytes: int
 
@@ -146,14 +136,12 @@ def _steps(infos: Iterable[TensorInfo], taken: dict[str, Linear], scales: set[st
     for info in infos:
         linear = taken.get(info.name)
         if linear is not None:
-            shape = (linear.n, linear.k // BLOCK)
-            scale = Stored(f"{linear.name}.{SCALE}", "U8", shape, shape[0] * shape[1], None)
-            weight = Stored(info.name, E4M3, (linear.n, linear.k), linear.n * linear.k, None)
+            scale = NewTensor(f"{linear.name}.{SCALE}", "U8", (linear.n, linear.k // BLOCK))
+            weight = NewTensor(info.name, E4M3, (linear.n, linear.k))
             read = info.nbytes + (linear.scale.nbytes if linear.scale else 0)
             yield Step((weight, scale), linear.name, read)
         elif info.name not in scales:
-            copy = Stored(info.name, info.dtype, info.shape, info.nbytes, info.name)
-            yield Step((copy,), None, info.nbytes)
+            yield Step((NewTensor(info.name, info.dtype, info.shape),), None, info.nbytes)
 
 
 def _stacked(checkpoint: SafetensorsCheckpoint) -> Iterator[str]:
