@@ -148,10 +148,11 @@ class Refit:
         """Run as a job of the device, after the requests that came before."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        once = [work]  # the device keeps its last job until the next, and would keep the shadow with it
 
         def run() -> None:
             try:
-                result = work()
+                result = once.pop()()
             except Exception as error:
                 loop.call_soon_threadsafe(_fail, future, error)
                 raise  # the device logs it, and looks whether it is lost
