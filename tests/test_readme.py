@@ -19,6 +19,7 @@ import pytest
 
 from gemmwire_service.doctor.command import parser
 from gemmwire_service.errors import SettingsError
+from gemmwire_service.quantize import command as quantize
 from gemmwire_service.settings import load
 from serving import Served
 from source_tree import ROOT, dev_script, relative
@@ -77,6 +78,9 @@ Check = Callable[[list[str], dict[str, str]], None]
 def check_serve(words: list[str], variables: dict[str, str]) -> None:
     if words[:1] == ["check"]:
         parser(variables).parse_args(words[1:])
+        return
+    if words[:1] == ["quantize"]:
+        quantize.parser().parse_args(words[1:])
         return
     with patch.dict(os.environ, variables):
         settings = load([word for word in words if word != "&"])
@@ -203,6 +207,7 @@ def test_the_readme_shows_both_ends() -> None:
         pytest.param("GEMMWIRE_PORT=nine ./dev serve", id="bad-variable"),
         pytest.param("gemmwire-serve --random-layer try=4096", id="bad-value"),
         pytest.param("gemmwire-serve check --jsn", id="unknown-flag-of-check"),
+        pytest.param("gemmwire-serve quantize a b --format gguf", id="unknown-format-of-quantize"),
         pytest.param("./dev bench nothing", id="no-such-bench"),
         pytest.param("./dev run", id="no-such-command"),
         pytest.param("make run", id="no-such-target"),
