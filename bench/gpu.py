@@ -126,7 +126,8 @@ def host_rows(device: torch.device, seconds: float) -> list[HostRow]:
         pipeline = owner._pipeline
         assert pipeline is not None
         rows.append(alone(pipeline, layer, seconds))
-        rows.append(overlapped(pipeline, layer, seconds))
+        rows.append(overlapped(pipeline, layer, seconds, 1))
+        rows.append(overlapped(pipeline, layer, seconds, IN_FLIGHT))
         ended.set()
 
     owner.start()
@@ -151,20 +152,21 @@ def alone(pipeline: Pipeline, layer: Layer, seconds: float) -> HostRow:
     return HostRow("one at a time", 1e6 * statistics.median(times), len(times) / sum(times))
 
 
-def overlapped(pipeline: Pipeline, layer: Layer, seconds: float) -> HostRow:
-    """Each request a forward of its own: what coalescing does not do, streams do."""
-    staging, program = pipeline._staging, layer.programs[M]
+def overlapped(pipeline: Pipeline, layer: Layer, seconds: float, shared: int) -> HostRow:
+    """As many batches under way as there are slots; `shared` requests in each, as coalescing makes them."""
+    staging, program = pipeline._staging, layer.programs[shared * M]
     count = 0
     began = time.perf_counter()
     while time.perf_counter() < began + seconds:
         while len(staging.flights) < DEPTH:
-            staging.send(program, M, lambda slot: None)
+            staging.send(program, shared * M, lambda slot: None)
         give_back(staging.receive())
-        count += 1
+        count += shared
     while staging.flights:
         give_back(staging.receive())
-        count += 1
-    return HostRow(f"{DEPTH} under way, each its own forward", 0.0, count / (time.perf_counter() - began))
+        count += shared
+    what = "each its own forward" if shared == 1 else f"{shared} requests in one forward"
+    return HostRow(f"{DEPTH} forwards under way, {what}", 0.0, count / (time.perf_counter() - began))
 
 
 class Requests:

@@ -7,6 +7,7 @@ is replayed by running again. That tells nothing of the kernels, but whether the
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -70,3 +71,29 @@ def capture(run: Callable[[], None], stream: torch.cuda.Stream | None) -> Graph:
             run()
     torch.cuda.synchronize()
     return graph
+
+
+class busy:  # noqa: N801 - used as a statement
+    """Repeats `work` on another thread for as long as the block runs; what it raises is raised at the end."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._stop = threading.Event()
+        self._errors: list[Exception] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._work()
+            except Exception as error:
+                self._errors.append(error)
+                return
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert not self._errors, self._errors[0]

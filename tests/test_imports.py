@@ -10,7 +10,7 @@ import pytest
 
 from source_tree import CLIENT, ROOT, SERVICE, Import, imports, modules, package_of, relative
 
-HTTP_LAYER = ("app", "body", "call", "control", "infer", "protocol", "settings", "stats")
+HTTP_LAYER = ("app", "body", "call", "control", "infer", "protocol", "settings", "stats", "weights")
 """Modules of the service that run on the event loop and know tensors as bytes alone."""
 
 SERIALIZERS = ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")

@@ -18,12 +18,13 @@ from gemmwire.wire import WireError
 
 from . import __version__
 from .control import control_routes
-from .engine import Engine
 from .endpoint import InferEndpoint
+from .engine import Engine
 from .errors import EngineError
 from .infer import Infer, Limits, error_reply
 from .loading import make_engine
 from .protocol import InferRequestForm, InferResponseForm, Problem
+from .refit import Refit
 from .settings import Settings
 from .weights import weights_routes
 
@@ -75,7 +76,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     for path in INFER_PATHS:
         app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))
     app.include_router(control_routes(engine, device, ladder.buckets))
-    app.include_router(weights_routes(engine, settings.max_weights_bytes))
+    app.include_router(weights_routes(engine, Refit(engine), settings.max_weights_bytes))
     _install_errors(app)
     _document_infer(app)
     return app

@@ -62,8 +62,8 @@ class Lane:
     def __enter__(self) -> None:
         """Send nothing until the block ends, then all of it at once.
 
-        A client that is woken by its answer while the next one is still written out goes to sleep again before
-        that comes, and waking it costs more than the rest of sending it.
+        A client that is woken by its answer while the next one is still written out goes to sleep again
+        before that comes, and waking it costs more than the rest of sending it.
         """
         self._gathering = True
 
@@ -283,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
             if call.rows:
                 exchange.item = infer.submit(call, layer, self._answered)
                 return
-            reply = infer.reply(call, layer, None)
+            reply = infer.reply(call, layer, None, exchange.head.version)
         except Exception as error:
             reply = self._refusal(error, exchange)
         self._finish(exchange, reply)
@@ -298,13 +298,15 @@ class Connection(asyncio.BufferedProtocol):
                 raise item.outcome or AssertionError("an item is settled with an outcome")
             if encodes_elsewhere(exchange.call, exchange.layer):
                 return self._encode_elsewhere(exchange, exchange.call, item.outcome)
-            reply = self._lane.infer.reply(exchange.call, exchange.layer, item.outcome)
+            version = exchange.head.version
+            reply = self._lane.infer.reply(exchange.call, exchange.layer, item.outcome, version)
         except Exception as error:
             reply = self._refusal(error, exchange)
         return self._finish(exchange, reply)
 
     def _encode_elsewhere(self, exchange: _Exchange, call: Call, answer: Answer) -> None:
-        encoding = self._loop.run_in_executor(None, self._lane.infer.reply, call, exchange.layer, answer)
+        arguments = (call, exchange.layer, answer, exchange.head.version)
+        encoding = self._loop.run_in_executor(None, self._lane.infer.reply, *arguments)
 
         def encoded(done: asyncio.Future[Reply]) -> None:
             error = done.exception()

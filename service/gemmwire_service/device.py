@@ -1,8 +1,8 @@
 """The device: every forward, load and refit, one at a time, in the order of one queue.
 
 It has a thread of its own. On a CUDA device a batch is sent and received, and others can be sent in between
-(`Pipeline`). Where the device is the CPU and a batch is so small that waking the thread would take longer
-than the matmul, the event loop computes it itself (`compute_now`), if it is the device's turn.
+(`Pipeline`). Where a batch is so small that waking the thread would take longer than the forward, the event
+loop sees to it itself (`compute_now`), if it is the device's turn.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Device:
             machine = lambda: Machine.of(device, ladder, graph_budget)  # noqa: E731
         self._machine = machine
         self._pipeline: Pipeline | None = None
+        self._bound: set[int] = set()  # threads that compute
         self._thread = threading.Thread(target=self._run, name="gemmwire-device", daemon=True)
 
     def start(self) -> None:
@@ -150,11 +151,9 @@ class Device:
         if not batch:
             return
         if self.lost is not None:
-            self._report(Done(batch, [self.lost] * len(batch), lost=self.lost))
+            self._report(self._refused(batch, self.lost))
         elif self._pipeline is None:
-            with self._turn:
-                done = self._forward(batch)
-            self._report(done)
+            self._report(self._trying(batch, lambda: self._host.forward(batch)))
         elif batch[0].rows > self.ladder.largest:
             self._receive_all()
             self._report(self._trying(batch, self._pipeline.forward_chunks, batch[0]))
@@ -163,9 +162,13 @@ class Device:
 
     def _send(self, pipeline: Pipeline, batch: list[Item]) -> None:
         try:
-            while pipeline.full_for(batch):
+            while self.lost is None and pipeline.full_for(batch):
                 self._receive(pipeline)
-            pipeline.send(batch)
+            if self.lost is None:
+                with self._turn:
+                    pipeline.send(batch)
+            else:
+                self._report(self._refused(batch, self.lost))
         except Exception as error:
             self._report(self._failed(batch, error))
 
@@ -178,7 +181,8 @@ class Device:
 
     def _trying(self, batch: list[Item], run: Callable[..., Done], *arguments: Item) -> Done:
         try:
-            return run(*arguments)
+            with self._turn:
+                return run(*arguments)
         except Exception as error:
             return self._failed(batch, error)
 
@@ -189,6 +193,9 @@ class Device:
         if self._note_loss(error):
             batch = batch + (self._pipeline.drop() if self._pipeline is not None else [])
         return Done(batch, [self.lost or error] * len(batch), lost=self.lost)
+
+    def _refused(self, batch: list[Item], lost: DeviceLost) -> Done:
+        return Done(batch, [lost] * len(batch), lost=lost)
 
     def _note_loss(self, error: Exception) -> bool:
         """Whether the device is lost; nothing is computed on it from then on."""
@@ -210,25 +217,40 @@ class Device:
 
         The caller sees to it that nothing is queued that came before.
         """
-        rows = sum(item.rows for item in batch)
-        if self._machine is not None or rows > self.ladder.largest or self.lost is not None:
-            return None
-        bucket = self.ladder.bucket_for(rows)
-        weight = batch[0].layer.routes.by_bucket[bucket].weight
-        work = max(bucket, _READ_ONCE) * weight.n_pad * max(weight.k_pad, _WRITE_ONCE)
-        if work > _NOW_BELOW:
+        if sum(item.rows for item in batch) > self.ladder.largest or self.lost is not None:
             return None
         if not self._turn.acquire(blocking=False):
             return None
         try:
-            with torch.inference_mode():
-                return self._forward(batch)
+            return self._cuda_now(batch) if self._machine is not None else self._host_now(batch)
+        except Exception as error:
+            return self._failed(batch, error)
         finally:
             self._turn.release()
 
-    def _forward(self, batch: list[Item]) -> Done:
-        """Compute one batch on the CPU; an error of the backend is each request's outcome."""
-        return self._trying(batch, lambda: self._host.forward(batch))
+    def _host_now(self, batch: list[Item]) -> Done | None:
+        bucket = self.ladder.bucket_for(sum(item.rows for item in batch))
+        weight = batch[0].layer.routes.by_bucket[bucket].weight
+        work = max(bucket, _READ_ONCE) * weight.n_pad * max(weight.k_pad, _WRITE_ONCE)
+        if work > _NOW_BELOW:
+            return None
+        with torch.inference_mode():
+            return self._host.forward(batch)
+
+    def _cuda_now(self, batch: list[Item]) -> Done | None:
+        pipeline = self._pipeline
+        if pipeline is None or len(pipeline) or not pipeline.quick(batch):
+            return None
+        self._bind()
+        pipeline.send(batch)
+        return pipeline.receive()
+
+    def _bind(self) -> None:
+        """The driver works on the context of the calling thread, which torch sets at its first call there."""
+        if self.device.type == "cuda" and threading.get_ident() not in self._bound:
+            torch.cuda.set_device(self.device)
+            torch.cuda.current_stream(self.device).query()
+            self._bound.add(threading.get_ident())
 
     # --- in a job ---
 

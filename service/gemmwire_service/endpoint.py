@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from functools import partial
 from typing import Any
 
 from gemmwire import wire
@@ -63,8 +62,8 @@ class InferEndpoint:
         call = await self._read(headers, receive, layer)
         answer = await self._compute(call, layer, receive) if call.rows else None
         if encodes_elsewhere(call, layer):
-            return await asyncio.to_thread(self._infer.reply, call, layer, answer)
-        return self._infer.reply(call, layer, answer)
+            return await asyncio.to_thread(self._infer.reply, call, layer, answer, path.get("version"))
+        return self._infer.reply(call, layer, answer, path.get("version"))
 
     async def _read(self, headers: Headers, receive: Receive, layer: Layer) -> Call:
         limit = self._infer.limits.body_bytes

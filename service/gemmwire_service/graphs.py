@@ -8,7 +8,9 @@ weight is read where its backend keeps it, which a refit does not move.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -16,17 +18,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .capture import Run, capture
+from .driver import driver
 from .layer import EagerBucket, GraphFacts, Layer
 from .replay_check import judge
 from .routes import Route
+from .streams import Streams
 from .tuning import reason, refuse_lost
 
 log = logging.getLogger("gemmwire.graphs")
 
+_TIMED = 10
 WARM_UPS = 2  # what a first call loads, compiles or allocates must not happen in a capture
 MIB = 1 << 20
-
-Run = Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -38,15 +42,19 @@ class StaticX:
     k_pad: int
     filled: int = 0
 
+    def __post_init__(self) -> None:
+        self._at = self.flat.data_ptr()
+        self._row = self.k_pad * self.flat.element_size()  # bytes
+
     def rows(self, bucket: int) -> Tensor:
         return self.flat[: bucket * self.k_pad].view(bucket, self.k_pad)
 
-    def load(self, source: Tensor, m: int, bucket: int) -> None:
-        """Rows 0..m from `source`, BF16 [m * k_pad] in any memory, on the current stream; m..bucket zero."""
-        self.flat[: m * self.k_pad].copy_(source, non_blocking=True)
+    def load(self, streams: Streams, source: int, m: int, bucket: int) -> None:
+        """Rows 0..m from BF16 [m, k_pad] at an address, queued on the compute stream; m..bucket zero."""
+        streams.copy(self._at, source, m * self._row, streams.compute)
         dirty = min(self.filled, bucket)
         if m < dirty:
-            self.flat[m * self.k_pad : dirty * self.k_pad].zero_()
+            streams.zero(self._at + m * self._row, (dirty - m) * self._row, streams.compute)
         if self.filled <= bucket:
             self.filled = m
 
@@ -95,6 +103,10 @@ class Program:
     eager: Run
     run: Run
     captured: bool = False
+    microseconds: float = math.inf  # of a replay
+
+    def __post_init__(self) -> None:
+        self.y_at = self.y.data_ptr()
 
     @classmethod
     def of(cls, route: Route, bucket: int, statics: Statics) -> Program:
@@ -127,6 +139,9 @@ class Recorder(Protocol):
     def transient(self, run: Run) -> int:
         """Bytes that `run` allocates and gives back, which a graph keeps."""
 
+    def microseconds(self, run: Run) -> float:
+        """What one of several runs in a row takes."""
+
 
 class CudaRecorder:
     """Captures on one stream into one pool, which all graphs share."""
@@ -134,16 +149,23 @@ class CudaRecorder:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._stream = stream
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # kept alive
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Run) -> Run:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile, as a refit does: only this thread's calls can spoil a capture.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
+        try:
+            graph = capture(run, self._stream, self._pool)
+        except Exception:
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
+        self._graphs.append(graph)
+        if not hasattr(graph, "raw_cuda_graph_exec"):
+            return graph.replay
+        # It holds no random state, which is what torch's own replay sees to.
+        return partial(driver().launch, int(graph.raw_cuda_graph_exec()), self._stream.cuda_stream)
 
     def used(self) -> int:
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -152,6 +174,14 @@ class CudaRecorder:
         torch.cuda.reset_peak_memory_stats(self._device)
         run()
         return torch.cuda.max_memory_allocated(self._device) - before
+
+    def microseconds(self, run: Run) -> float:
+        self._stream.synchronize()
+        began = time.perf_counter()
+        for _ in range(_TIMED):
+            run()
+        self._stream.synchronize()
+        return 1e6 * (time.perf_counter() - began) / _TIMED
 
 
 def fitting(needs: dict[int, int], held: int, each: int, left: int) -> set[int]:
@@ -218,12 +248,13 @@ class Graphs:
         before = self.recorder.used()
         try:
             replay = self.recorder.record(program.eager)
+            taken = max(0, self.recorder.used() - before)
             judge(program.x, program.y, program.bucket, program.eager, replay)
         except Exception as error:  # a bucket without its graph is slower, and serves
             refuse_lost(self.device, error)
             return reason(error)
         program.run, program.captured = replay, True
-        taken = max(0, self.recorder.used() - before)
+        program.microseconds = self.recorder.microseconds(replay)
         self._each = max(0, taken - max(0, need - self._pool))
         self._pool = max(self._pool, need)
         self.used += taken

@@ -104,8 +104,13 @@ class Infer:
         """For a call of at least one row. Errors: QueueFull, NotReady, Draining, DeadlineExceeded."""
         return self._engine.submit(layer, call.x, call.rows, call.datatype, on_done, call.deadline(), on_wait)
 
-    def reply(self, call: Call, layer: Layer, answer: Answer | None) -> Reply:
-        """`answer` None is the answer of a call without rows."""
+    def reply(self, call: Call, layer: Layer, answer: Answer | None, version: str | None) -> Reply:
+        """`answer` None is the answer of a call without rows; `version` is what the caller asked for.
+
+        Errors: `version_unknown` where the weight was replaced while the call waited.
+        """
+        if answer is not None:
+            _refuse_other(layer.name, version, answer.version)
         return Reply(200, *encode(call, layer.spec, layer.version, layer.backend.name, answer))
 
 
@@ -129,16 +134,20 @@ def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
             expected=known[:5],
             got=name[:120],
         )
-    if version is not None and version != str(layer.version):
+    _refuse_other(name, version, layer.version)
+    return layer
+
+
+def _refuse_other(name: str, version: str | None, served: int) -> None:
+    if version is not None and version != str(served):
         raise WireError(
             "version_unknown",
-            f"Layer {name!r} is served in version {layer.version}, not {version[:40]!r}; leave the version "
+            f"Layer {name!r} is served in version {served}, not {version[:40]!r}; leave the version "
             "out for the current one",
             status=404,
-            expected=str(layer.version),
+            expected=str(served),
             got=version[:40],
         )
-    return layer
 
 
 def error_reply(error: Exception, headers: Headers) -> Reply:

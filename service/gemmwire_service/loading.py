@@ -16,12 +16,15 @@ from .buckets import Ladder
 from .check import check
 from .checkpoint import Checkpoint, LayerWeights, open_checkpoint
 from .checkpoint.base import listed
+from .checkpoint.safetensors import SafetensorsCheckpoint
+from .checkpoint.spot_check import SpotChecked
 from .device import Device
 from .engine import Engine
 from .errors import SettingsError
 from .layer import Layer
 from .mxfp8.weight import MxWeight
 from .plans import Environment, PlanStore, cache_folder
+from .progress import Progress
 from .routes import Router
 from .settings import ModelSource, RandomLayer, Settings
 
@@ -79,8 +82,11 @@ def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Lay
     cache = cache_folder(settings.cache_dir)
     store = PlanStore(cache, Environment.of(device.device))
     router = Router(device.device, device.ladder.buckets, choice, store, cache)
+    references = settings.references()
     for source in settings.sources():
         checkpoint = open_checkpoint(Path(source.path), allow_unquantized=settings.allow_unquantized)
+        if source.name in references:
+            checkpoint = SpotChecked(checkpoint, SafetensorsCheckpoint(Path(references[source.name])))
         yield from _unique(_load_checkpoint(source, checkpoint, router, device), names)
     for random in settings.random_layers():
         origin = f"random {random.n}x{random.k}"
@@ -107,12 +113,17 @@ def _load_checkpoint(
 ) -> Iterator[Layer]:
     _tell(source.path, checkpoint)
     names = checkpoint.names()
-    for number, name in enumerate(names, 1):
-        n, k, bias = checkpoint.spec(name)
-        full = f"{source.name}.{name}" if source.name else name
-        select(LayerSpec(full, n, k, bias), device.device, router.choice)  # refuse before the weight is read
-        log.debug("%s: layer %d of %d, %s [%d, %d]", source.path, number, len(names), name, n, k)
-        yield _serve(checkpoint.read(name), source.path, router, device, full)
+    nbytes = {name: checkpoint.nbytes(name) for name in names}
+    with Progress(f"loading {source.path}", sum(nbytes.values()), len(names), write=log.info) as progress:
+        for number, name in enumerate(names, 1):
+            n, k, bias = checkpoint.spec(name)
+            full = f"{source.name}.{name}" if source.name else name
+            # refuse before the weight is read
+            select(LayerSpec(full, n, k, bias), device.device, router.choice)
+            log.debug("%s: layer %d of %d, %s [%d, %d]", source.path, number, len(names), name, n, k)
+            layer = _serve(checkpoint.read(name), source.path, router, device, full)
+            progress.add(full, nbytes[name], layers=1)
+            yield layer
 
 
 def _tell(path: str, checkpoint: Checkpoint) -> None:

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from .backlog import Answer, Item
 from .buckets import Ladder
+from .capture import capture_stream
 from .done import Done, answer
 from .graphs import CudaRecorder, Graphs, Program, Statics
 from .layer import Layer
-from .staging import CudaStreams, Slot, Staging, Streams, arrived, give_back, lend
+from .staging import Slot, Staging, arrived, give_back, lend
 from .stats import BatchTimes
+from .streams import CudaStreams, Streams
 from .tensors import TORCH_DTYPES, as_bytes, matrix
-from .timer import capture_stream
 
+_NOW_US = 100  # about what it takes to hand a batch to another thread, and its answers back
+_BYTES_A_US = 20_000  # of x and y, to and from the device, and once more on the host
 _COPY_BELOW = 1 << 20  # bytes; a larger copy lets go of the interpreter, which costs more than a small one
 
 
@@ -56,7 +59,6 @@ class Pipeline:
         self._ladder = ladder
         self._staging = Staging(machine.streams)
         self._sent: deque[_Sent] = deque()
-        machine.streams.use(machine.streams.compute)
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -90,6 +92,17 @@ class Pipeline:
 
         self._staging.send(program, rows, fill)
         self._sent.append(_Sent(batch, layer, program.bucket, began, filled))
+
+    def quick(self, batch: list[Item]) -> bool:
+        """Whether a batch would be there and back sooner than another thread could hear of it."""
+        layer, rows = batch[0].layer, _rows(batch)
+        program = layer.programs.get(self._ladder.bucket_for(rows))
+        if (
+            program is None or not program.captured
+        ):  # a kernel library may keep to the thread it was loaded on
+            return False
+        nbytes = 2 * rows * (program.x.k_pad + program.n)
+        return program.microseconds + nbytes / _BYTES_A_US < _NOW_US
 
     def oldest(self) -> list[Item]:
         return self._sent[0].batch
@@ -150,7 +163,7 @@ class Pipeline:
         """Forget what is under way on a device that is lost; its requests."""
         items = [item for sent in self._sent for item in sent.batch]
         self._sent.clear()
-        self._staging.flights.clear()
+        self._staging.abandon()
         return items
 
     def compute(self, layer: Layer, x: Tensor) -> Tensor:
@@ -158,7 +171,9 @@ class Pipeline:
         program = self._program(layer, len(x))
         rows = torch.zeros(len(x), program.x.k_pad, dtype=torch.bfloat16)
         rows[:, : layer.spec.k] = x
-        program.x.load(rows.view(-1), len(x), program.bucket)
+        program.x.rows(program.bucket).zero_()
+        program.x.rows(len(x)).copy_(rows)
+        program.x.spoil()
         program.run()
         return program.y[: len(x)].cpu()
 

@@ -158,6 +158,7 @@ class Refit:
             else:
                 loop.call_soon_threadsafe(_succeed, future, result)
 
+        self._engine.refuse_unless_ready()  # a thread that has ended runs no job
         self._engine.post(Job(run))
         return await future
 

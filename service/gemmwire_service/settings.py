@@ -53,6 +53,11 @@ class Settings(BaseSettings):
         False,
         description="serve the layers too that an MXFP8 checkpoint keeps unquantized, quantized at load",
     )
+    reference: Texts = Field(
+        (),
+        description="unquantized model to hold an MXFP8 checkpoint against: [NAME=]DIR_OR_FILE, NAME as in "
+        "--model; may be repeated",
+    )
     random_layer: Texts = Field((), description="random layer to serve: NAME=NxK; may be repeated")
     backend: str = Field(
         "auto", description="auto, one backend's name (binding), or a comma list (preference)"
@@ -90,7 +95,7 @@ class Settings(BaseSettings):
     )
     log_level: LogLevel = Field("info", description="critical, error, warning, info or debug")
 
-    @field_validator("model", "random_layer", mode="before")
+    @field_validator("model", "reference", "random_layer", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
@@ -107,17 +112,32 @@ class Settings(BaseSettings):
         texts = self.model or (() if self.random_layer else (DEMO,))
         return tuple(_source(text) for text in texts)
 
+    def references(self) -> dict[str, str]:
+        """Paths of unquantized models by the name of their source. Errors: SettingsError."""
+        found: dict[str, str] = {}
+        names = {source.name for source in self.sources()}
+        for source in (_source(text, "--reference") for text in self.reference):
+            if source.name not in names or source.name in found:
+                what = "named twice" if source.name in found else "no --model of that name"
+                raise SettingsError(
+                    f"--reference names {source.name!r}: {what}; one for each of {sorted(names)} at most",
+                    expected=sorted(names),
+                    got=source.name,
+                )
+            found[source.name] = source.path
+        return found
+
     def random_layers(self) -> tuple[RandomLayer, ...]:
         return tuple(_random(text) for text in self.random_layer)
 
 
-def _source(text: str) -> ModelSource:
+def _source(text: str, flag: str = "--model") -> ModelSource:
     name, equals, path = text.partition("=")
     if not equals and text:
         return ModelSource("", text)
     if not _NAME.fullmatch(name) or not path:
         raise SettingsError(
-            f"--model is {text!r}; it must be NAME=PATH or PATH; NAME has letters, digits and '._-'",
+            f"{flag} is {text!r}; it must be NAME=PATH or PATH; NAME has letters, digits and '._-'",
             expected="[NAME=]PATH",
             got=text,
         )

@@ -11,13 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .graphs import Program
+from .streams import Streams
 
 log = logging.getLogger("gemmwire.staging")
 
@@ -27,65 +28,9 @@ SPARE_SMALL = 32  # small slots whose answers may be lent
 SPARE_LARGE = 2
 _LEND_FROM = 32 << 10  # bytes; a smaller answer is copied sooner than it is lent
 
+_BF16 = 2  # bytes
+
 Fill = Callable[["Slot"], None]
-
-
-class Event(Protocol):
-    def record(self, stream: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Streams(Protocol):
-    """What of CUDA a pipeline needs; on a CPU a test stands in for it."""
-
-    copy_in: Any
-    compute: Any
-    copy_out: Any
-
-    def event(self) -> Any: ...
-
-    def use(self, stream: Any) -> None:
-        """Make it the current stream of this thread."""
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """What is queued on the stream from now on comes after the event."""
-
-    def pinned(self, elements: int) -> Tensor: ...
-
-    def on_device(self, elements: int) -> Tensor: ...
-
-    def synchronize(self) -> None:
-        """Wait for all that was queued."""
-
-
-class CudaStreams:
-    """`compute` is the stream that graphs are captured on: they replay where their workspaces are known."""
-
-    def __init__(self, device: torch.device, compute: torch.cuda.Stream) -> None:
-        self._device = device
-        self.compute = compute
-        self.copy_in, self.copy_out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def event(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
-
-    def use(self, stream: torch.cuda.Stream) -> None:
-        torch.cuda.set_stream(stream)
-
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
-
-    def pinned(self, elements: int) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.zeros(elements, dtype=torch.bfloat16, pin_memory=True)
-
-    def on_device(self, elements: int) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.zeros(elements, dtype=torch.bfloat16, device=self._device)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
 
 
 @dataclass(eq=False)
@@ -95,13 +40,14 @@ class Slot:
     host: Tensor  # pinned
     x: Tensor  # on the device
     y: Tensor  # on the device
-    copied: Event
-    computed: Event
-    done: Event
+    copied: int  # events
+    computed: int
+    done: int
     raw: memoryview = field(init=False)  # of `host`, as bytes
 
     def __post_init__(self) -> None:
         self.raw = self.host.view(torch.uint8).numpy().data
+        self.host_at, self.x_at, self.y_at = self.host.data_ptr(), self.x.data_ptr(), self.y.data_ptr()
 
     def rows(self, m: int, k_pad: int) -> Tensor:
         return self.host[: m * k_pad].view(m, k_pad)
@@ -117,6 +63,7 @@ class Outlet:
 
     def __post_init__(self) -> None:
         self.raw = self.host.view(torch.uint8).numpy()
+        self.host_at = self.host.data_ptr()
 
 
 @dataclass(eq=False)
@@ -128,6 +75,11 @@ class Flight:
     slot: Slot
     outlet: Outlet
     ring: Ring
+
+    @property
+    def nbytes(self) -> int:
+        """Of y."""
+        return _BF16 * self.rows * self.program.n
 
 
 class Ring:
@@ -174,7 +126,7 @@ def _copy(outlet: Outlet, nbytes: int) -> memoryview:
     if nbytes < _LEND_FROM:
         return memoryview(outlet.raw[:nbytes].tobytes())
     # torch lets go of the interpreter while it copies.
-    data: memoryview = outlet.host[: nbytes // 2].clone().view(torch.uint8).numpy().data
+    data: memoryview = outlet.host[: nbytes // _BF16].clone().view(torch.uint8).numpy().data
     return data
 
 
@@ -196,6 +148,7 @@ class Staging:
         self._small: Ring | None = None
         self._large: Ring | None = None
         self.flights: deque[Flight] = deque()
+        self._abandoned: list[Flight] = []
 
     def make_room(self, elements: int) -> None:
         """For batches whose x and y have at most so many elements; `allocate` then makes it."""
@@ -240,8 +193,7 @@ class Staging:
                 self._pass_alone(flight)
         except BaseException:
             program.x.spoil()
-            self._streams.use(self._streams.compute)
-            self._streams.synchronize()
+            self._streams.synchronize_all()
             ring.give_back(slot, outlet)
             raise
         self.flights.append(flight)
@@ -249,30 +201,25 @@ class Staging:
 
     def _pass_alone(self, flight: Flight) -> None:
         """On one stream: there is nothing to overlap with, and going from one to another takes time."""
-        program, slot, rows = flight.program, flight.slot, flight.rows
-        program.x.load(slot.host[: rows * program.x.k_pad], rows, program.bucket)
+        program, slot, streams = flight.program, flight.slot, self._streams
+        program.x.load(streams, slot.host_at, flight.rows, program.bucket)
         program.run()
-        flight.outlet.host[: rows * program.n].copy_(_flat(program, rows), non_blocking=True)
-        slot.done.record(self._streams.compute)
+        streams.copy(flight.outlet.host_at, program.y_at, flight.nbytes, streams.compute)
+        streams.record(slot.done, streams.compute)
 
     def _pass_through(self, flight: Flight) -> None:
         """Copied in and out beside the batches before and after it, by way of device memory of its own."""
-        program, slot, rows, streams = flight.program, flight.slot, flight.rows, self._streams
-        x, y = rows * program.x.k_pad, rows * program.n
-        streams.use(streams.copy_in)
-        slot.x[:x].copy_(slot.host[:x], non_blocking=True)
-        slot.copied.record(streams.copy_in)
-        streams.use(streams.compute)
+        program, slot, streams = flight.program, flight.slot, self._streams
+        streams.copy(slot.x_at, slot.host_at, _BF16 * flight.rows * program.x.k_pad, streams.copy_in)
+        streams.record(slot.copied, streams.copy_in)
         streams.wait(streams.compute, slot.copied)
-        program.x.load(slot.x[:x], rows, program.bucket)
+        program.x.load(streams, slot.x_at, flight.rows, program.bucket)
         program.run()
-        slot.y[:y].copy_(_flat(program, rows), non_blocking=True)
-        slot.computed.record(streams.compute)
+        streams.copy(slot.y_at, program.y_at, flight.nbytes, streams.compute)
+        streams.record(slot.computed, streams.compute)
         streams.wait(streams.copy_out, slot.computed)
-        streams.use(streams.copy_out)
-        flight.outlet.host[:y].copy_(slot.y[:y], non_blocking=True)
-        slot.done.record(streams.copy_out)
-        streams.use(streams.compute)
+        streams.copy(flight.outlet.host_at, slot.y_at, flight.nbytes, streams.copy_out)
+        streams.record(slot.done, streams.copy_out)
 
     def receive(self) -> Flight:
         """The oldest batch under way, once it has arrived; to be ended by `rows` and `give_back`, or `lend`.
@@ -281,11 +228,16 @@ class Staging:
         """
         flight = self.flights.popleft()
         try:
-            flight.slot.done.synchronize()
+            self._streams.synchronize(flight.slot.done)
         except BaseException:
             flight.ring.give_back(flight.slot, flight.outlet)
             raise
         return flight
+
+    def abandon(self) -> None:
+        """Nothing is under way any more; what was keeps its memory, which a device may still write to."""
+        self._abandoned += self.flights
+        self.flights.clear()
 
 
 def arrived(flight: Flight) -> Tensor:
@@ -301,8 +253,4 @@ def give_back(flight: Flight) -> None:
 def lend(flight: Flight) -> memoryview:
     """The bytes of y of a batch that was received; the memory behind them is not written to while a view is
     left."""
-    return flight.ring.lend(flight.slot, flight.outlet, 2 * flight.rows * flight.program.n)
-
-
-def _flat(program: Program, rows: int) -> Tensor:
-    return program.y.view(-1)[: rows * program.n]
+    return flight.ring.lend(flight.slot, flight.outlet, flight.nbytes)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable
-from functools import cache
 from typing import Protocol
 
 import torch
+
+from .capture import Run, capture, capture_stream
 
 log = logging.getLogger("gemmwire.timer")
 
 REPLAYS = 20
 WARM_UPS = 2  # the first call may compile, load a kernel or allocate a workspace; the second shows it did
-
-Run = Callable[[], None]
 
 
 class Timer(Protocol):
@@ -26,13 +24,6 @@ class Timer(Protocol):
 
 def timer_for(device: torch.device) -> Timer:
     return CudaTimer(device) if device.type == "cuda" else CpuTimer()
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream on which forwards of the device are captured: for each stream it has seen, FlashInfer
-    keeps a workspace of 40 MiB."""
-    return torch.cuda.Stream(device)
 
 
 class CpuTimer:
@@ -75,16 +66,12 @@ class CudaTimer:
         return statistics.median(times)
 
     def _capture(self, run: Run) -> Run:
-        graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may allocate meanwhile, as those that serve do.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                run()
+            return capture(run, self._stream).replay
         except Exception as error:
             torch.cuda.synchronize(self._device)  # raises where more than the capture is lost
             log.warning("not captured (%s): timed as single calls", error)
             return run
-        return graph.replay
 
     def _time(self, replay: Run) -> list[float]:
         replay()

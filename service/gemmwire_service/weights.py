@@ -31,10 +31,10 @@ _ETAG = re.compile(r'"?([0-9]{1,18})"?')
 _STATUSES = (400, 404, 408, 409, 411, 413, 415, 500, 503)
 
 
-def weights_routes(engine: Engine, max_bytes: int) -> APIRouter:
+def weights_routes(engine: Engine, refit: Refit, max_bytes: int) -> APIRouter:
+    """`refit` is the engine's one: whatever else replaces weights takes turns with this route."""
     routes = APIRouter()
     room = Room(max_bytes)
-    refit = Refit(engine)
 
     @routes.put(
         "/v2/repository/models/{layer}/weights",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gemmwire_service.backends.base import Backend
-from gemmwire_service.timer import capture_stream
+from gemmwire_service.capture import capture_stream
 from kernels import KERNELS
 from on_gpu import REHEARSAL, available
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from gemmwire_service.backends.base import Backend, Plan, PreparedWeight
 from gemmwire_service.backends.emulation import Emulation
+from gemmwire_service.backlog import Answer, Item
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
 from on_device import Rig, eager, request, running, served_layer, tensor
+from on_gpu import busy
 from oracle import spread
 from source_tree import ROOT
 
@@ -122,15 +124,18 @@ def test_other_datatypes_and_chunks(device: torch.device, datatype: str) -> None
 def test_steady_state_neither_allocates_nor_waits(device: torch.device) -> None:
     """Guards: a hidden copy, .item() or allocation in the path of every request."""
     with served(Emulation(), device) as (rig, layers):
-        items = [request(layer, rows(m, layer, m)) for layer in layers for m in (1, 3, 16, 256)] * 3
-        rig.answers(items)
+
+        def items() -> list[Item]:
+            return [request(layer, rows(m, layer, m)) for layer in layers for m in (1, 3, 16, 256)]
+
+        rig.answers(items() + items())
         before = counters(device)
         try:
             torch.cuda.set_sync_debug_mode("error")
             for _ in range(5):
-                for item in items:
+                for item in items():
                     rig.answers([item])
-            rig.answers(items)
+            rig.answers(items() + items() + items())
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert counters(device) == before
@@ -178,14 +183,18 @@ def test_graphs_take_no_more_memory_than_they_say(device: torch.device) -> None:
     ]
     with running(device, Ladder()) as rig:
         rig.capture(layers[0])
-        torch.cuda.synchronize(device)
-        free = torch.cuda.mem_get_info(device)[0]
+        free = left(device)
         rig.capture(*layers[1:])
-        torch.cuda.synchronize(device)
-        taken = free - torch.cuda.mem_get_info(device)[0]
+        taken = free - left(device)
         stated = sum(layer.graphs.nbytes for layer in layers[1:] if layer.graphs is not None)
         print(f"3 layers of {len(Ladder().buckets)} graphs: {taken} bytes taken, {stated} stated")
         assert taken <= stated + (2 << 20)
+
+
+def left(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 class Waits(Emulation):
@@ -209,6 +218,33 @@ def test_a_bucket_that_cannot_be_captured_is_served_without(
                 x = rows(m, layer, m)
                 same(rig.infer(layer, x), eager(layer, x, LADDER.bucket_for(m), device))
     assert "M=8: runs without a CUDA graph" in caplog.text
+    assert "operation not permitted when stream is capturing" in caplog.text
+
+
+def test_another_thread_may_allocate_while_layers_load(device: torch.device) -> None:
+    """Guards: a capture that the preparation of a refit invalidates, and a thread poisoned by a capture."""
+    weight = MxWeight.from_float(spread(512, 512))
+    with busy(lambda: Emulation().prepare(weight, device)), served(Emulation(), device) as (rig, layers):
+        for layer in layers:
+            assert layer.graphs is not None
+            assert layer.graphs.eager == ()
+            same(rig.infer(layer, rows(5, layer)), eager(layer, rows(5, layer), 8, device))
+
+
+def test_the_event_loop_may_see_to_a_quick_batch_itself(device: torch.device) -> None:
+    """Guards: a context that is not current on the thread, and two threads in the staging at one time."""
+    with served(Emulation(), device) as (rig, layers):
+        for number in range(200):
+            layer = layers[number % 3]
+            x = rows(1 + number % 7, layer, number)
+            item = request(layer, x)
+            done = rig.device.compute_now([item])
+            if done is None:
+                continue
+            (answer,) = done.outcomes
+            assert isinstance(answer, Answer), answer
+            same(tensor(answer, item), eager(layer, x, answer.bucket, device))
+        assert done is not None
 
 
 def test_over_the_budget_there_are_fewer_graphs_and_the_same_answers(
@@ -224,6 +260,7 @@ def test_over_the_budget_there_are_fewer_graphs_and_the_same_answers(
 LOST = """
 import torch
 from gemmwire_service.backends.emulation import Emulation
+from gemmwire_service.backlog import Answer, Item
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.errors import DeviceLost
 from gemmwire_service.mxfp8.weight import MxWeight

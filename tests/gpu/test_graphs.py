@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from gemmwire_service.backends.base import Backend, Plan, PreparedWeight
 from gemmwire_service.mxfp8.weight import MxWeight
 from kernels import NAN, Layer, spread_layer, staged
-from on_gpu import Graph, capture, sized
+from on_gpu import Graph, busy, capture, sized
 from oracle import spread
 
 
@@ -146,29 +144,3 @@ def test_another_thread_may_allocate_while_a_graph_is_captured(
 def allocate(device: torch.device) -> None:
     host = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=device.type == "cuda")
     host.to(device, non_blocking=True)
-
-
-class busy:  # noqa: N801 - used as a statement
-    """Repeats `work` on another thread for as long as the block runs; what it raises is raised at the end."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-        self._stop = threading.Event()
-        self._errors: list[Exception] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._work()
-            except Exception as error:
-                self._errors.append(error)
-                return
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        assert not self._errors, self._errors[0]

@@ -98,3 +98,24 @@ def test_an_unknown_or_abbreviated_flag_is_refused(
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load([]).port = 1
+
+
+def test_references_go_with_their_model() -> None:
+    given = ["--model", "a=/m/a", "--model", "/m/b", "--reference", "a=/f/a", "--reference", "/f/b"]
+    assert load(given).references() == {"a": "/f/a", "": "/f/b"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["b=/f"], "'b': no --model of that name; one for each of ['a']"),
+        (["/f"], "'': no --model"),
+        (["a=/f", "a=/g"], "'a': named twice"),
+        (["a/b=/f"], "--reference is 'a/b=/f'; it must be NAME=PATH or PATH"),
+    ],
+)
+def test_a_reference_that_belongs_to_no_model_is_refused(texts: list[str], says: str) -> None:
+    """Guards: a check that was asked for and is left out without a word."""
+    with pytest.raises(SettingsError) as error:
+        load(["--model", "a=/m/a", *(f"--reference={text}" for text in texts)]).references()
+    assert says in str(error.value)

@@ -43,6 +43,9 @@ class Plan:
 class PreparedWeight:
     """A weight in the form one backend computes with; the backend subclasses this and owns the storage.
 
+    Its fields that are tensors are all of the weight, and their shapes, dtypes and layouts, like all other
+    fields, follow from N, K and whether there is a bias: a refit exchanges their content with another's.
+
     `layout` names the form. x has k_pad columns and the output n_pad; those beyond k are zero, those beyond n
     dropped.
     """

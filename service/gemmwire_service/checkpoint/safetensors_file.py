@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -59,6 +59,18 @@ class SafetensorsFile:
         return (torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)).reshape(
             info.shape
         )
+
+    def rows(self, name: str, indices: Sequence[int]) -> Tensor:
+        """Some rows of a matrix [N, K], as a copy [len(indices), K]. Raises as `load` does."""
+        info = self.tensors[name]
+        step = info.nbytes // info.shape[0]
+        buffer = bytearray()
+        with _open(self.path) as file:
+            for index in indices:
+                file.seek(self._data + info.start + index * step)
+                buffer += _read(file, step, self.path)
+            self._check_unchanged(os.fstat(file.fileno()))
+        return torch.frombuffer(buffer, dtype=TORCH_DTYPES[info.dtype]).reshape(len(indices), info.shape[1])
 
     def chunks(self, name: str, size: int = _CHUNK) -> Iterator[bytearray]:
         """The bytes of one tensor, of whatever dtype, `size` at a time. Raises as `load` does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,13 @@ from safetensors.torch import save_file
 LAYERS = 8
 MIB = 1 << 20
 SLACK = 6 * MIB  # the pieces that are worked on, and what else a process does
-SHAPES = {"BF16": (1024, 2048), "F32": (1024, 1024), "MXFP8": (2048, 2048)}  # 4 MiB each
+SHAPES = {
+    "BF16": (1024, 2048),
+    "F32": (1024, 1024),
+    "MXFP8": (2048, 2048),
+    "BLOCKS": (2048, 2048),
+}  # 4 MiB each
+BLOCKS = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 # Prints by how many bytes the peak is above what was there before. The small checkpoint is read first, so
@@ -38,12 +45,26 @@ layers = read(sys.argv[2])
 print(status("VmHWM") - before)
 """
 
+QUANTIZE = (
+    MEASURE.partition("def read")[0]
+    + """
+from gemmwire_service.__main__ import main
+assert main(["quantize", sys.argv[1], sys.argv[1] + ".made"]) == 0
+before = status("VmRSS")
+assert main(["quantize", sys.argv[2], sys.argv[2] + ".made"]) == 0
+print(status("VmHWM") - before)
+"""
+)
+
 
 def tensors(kind: str, shrink: int = 1) -> dict[str, torch.Tensor]:
     n, k = SHAPES[kind][0] // shrink, SHAPES[kind][1]
     found = {}
     for i in range(LAYERS):
-        if kind == "MXFP8":
+        if kind == "BLOCKS":
+            found[f"{i}.weight"] = torch.full((n, k), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            found[f"{i}.scale"] = torch.full((-(-n // 128), k // 128), 127, dtype=torch.uint8)
+        elif kind == "MXFP8":
             found[f"{i}.weight"] = torch.full((n, k), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
             found[f"{i}.weight_scale"] = torch.full((n, k // 32), 127, dtype=torch.uint8)
         else:
@@ -55,19 +76,39 @@ def tensors(kind: str, shrink: int = 1) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_peak_is_the_result_and_two_layers(kind: str, tmp_path: Path) -> None:
     """Guards: the whole file in memory beside the result, which is 32 MiB here and 200 GB elsewhere."""
-    small, large = tmp_path / "small.safetensors", tmp_path / "large.safetensors"
-    save_file(tensors(kind, shrink=64), small)
-    save_file(tensors(kind), large)
+    small, large = model(tmp_path / "small", kind, shrink=64), model(tmp_path / "large", kind)
+    peak = measured(MEASURE, small, large)
+    n, k = SHAPES[kind]
+    result = LAYERS * (n * k + n * k // 32)
+    layer = (large / "model.safetensors").stat().st_size // LAYERS
+    assert peak <= result + 2 * layer + SLACK, f"{peak / MIB:.1f} MiB, of which {result / MIB:.1f} stay"
 
-    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to measure memory")
+@pytest.mark.parametrize("kind", ["BF16", "F32"])
+def test_quantizing_a_model_takes_two_layers(kind: str, tmp_path: Path) -> None:
+    """Guards: a model that has to fit into memory to be quantized, or a table of it to be copied."""
+    small, large = model(tmp_path / "small", kind, shrink=64), model(tmp_path / "large", kind, table=True)
+    layer = 4 * MIB
+    peak = measured(QUANTIZE, small, large)
+    assert peak <= 2 * layer + 8 * MIB + SLACK, f"{peak / MIB:.1f} MiB"
+
+
+def model(folder: Path, kind: str, shrink: int = 1, table: bool = False) -> Path:
+    """`table`: with an embedding of the size of eight layers, which is copied."""
+    folder.mkdir()
+    embedding = {"wte.weight": torch.zeros(4096, 4096, dtype=torch.bfloat16)} if table else {}
+    save_file({**tensors(kind, shrink), **embedding}, folder / "model.safetensors")
+    if kind == "BLOCKS":
+        (folder / "config.json").write_text(json.dumps({"quantization_config": BLOCKS}))
+    return folder
+
+
+def measured(code: str, small: Path, large: Path) -> int:
+    """What a process that runs `code` prints."""
+    command = [sys.executable, "-c", code, str(small), str(large)]
     # glibc keeps freed blocks of up to 32 MiB for the next call, unless it is told where its own memory ends.
     fixed = {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **fixed}, timeout=100)
     assert run.returncode == 0, run.stderr
-
-    n, k = SHAPES[kind]
-    result = LAYERS * (n * k + n * k // 32)
-    layer = large.stat().st_size // LAYERS
-    assert int(run.stdout) <= result + 2 * layer + SLACK, (
-        f"{int(run.stdout) / MIB:.1f} MiB, of which {result / MIB:.1f} stay"
-    )
+    return int(run.stdout.splitlines()[-1])
