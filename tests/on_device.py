@@ -46,7 +46,7 @@ def request(layer: Layer, x: Tensor, datatype: str | None = None) -> Item:
 def tensor(answer: Answer, item: Item) -> Tensor:
     """The y of an answer, a view of the memory that it came in."""
     dtype = next(dtype for dtype, name in NAMES.items() if name == item.datatype)
-    data = bytearray(answer.data) if answer.data.readonly else answer.data
+    data = bytearray(answer.data) if memoryview(answer.data).readonly else answer.data
     return torch.frombuffer(data, dtype=dtype).view(item.rows, item.layer.spec.n)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from gemmwire_service.app import Service, create_app
+from gemmwire_service.connection import Lane
 from gemmwire_service.device import Job
 from gemmwire_service.engine import Engine, State
 from gemmwire_service.listener import bind, url
@@ -28,6 +29,7 @@ class Served:
     port: int
     engine: Engine
     stop: Callable[[], None]
+    lane: Lane
 
 
 def settings(**fields: object) -> Settings:
@@ -58,7 +60,7 @@ def serving(
             until(lambda: engine.state is not State.LOADING, "the layers were not loaded")
             if engine.failure is not None:
                 raise engine.failure
-        yield Served(url(listener, options.host), listener.getsockname()[1], engine, stop)
+        yield Served(url(listener, options.host), listener.getsockname()[1], engine, stop, app.state.lane)
     finally:
         stop()
         thread.join(timeout=30)

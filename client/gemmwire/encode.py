@@ -54,10 +54,14 @@ def _message(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[dict[s
     text = _ENCODER.encode(head).encode()
     if not tensors:
         return {"content-type": "application/json"}, [text]
+    return binary_message(text, [tensor.data for tensor in tensors])
+
+
+def binary_message(text: bytes, tensors: Sequence[Buffer]) -> tuple[dict[str, str], list[Buffer]]:
+    """-> (headers, buffers) of a JSON part and the raw tensors that it describes, in its order."""
     # Spaces after the object keep the first tensor aligned in the receiver's buffer.
     text += b" " * (-len(text) % ALIGNMENT)
-    headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(text))}
-    return headers, [text, *(tensor.data for tensor in tensors)]
+    return {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(text))}, [text, *tensors]
 
 
 def _tensor_head(tensor: Tensor, binary: bool) -> dict[str, Any]:

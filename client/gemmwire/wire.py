@@ -10,7 +10,7 @@ exactly. Every refusal is a `WireError`.
 from __future__ import annotations
 
 from .decode import decode_raw_request, decode_request, decode_response, header_length
-from .encode import buffers_size, encode_request, encode_response
+from .encode import binary_message, buffers_size, encode_request, encode_response
 from .errors import WireError
 from .messages import (
     HEADER_LENGTH,
@@ -35,6 +35,7 @@ __all__ = [
     "RequestedOutput",
     "Tensor",
     "WireError",
+    "binary_message",
     "buffers_size",
     "decode_raw_request",
     "decode_request",

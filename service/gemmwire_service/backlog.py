@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gemmwire.wire import Tensor
+from gemmwire.wire import Buffer, Tensor
 
 from .layer import Layer
 
@@ -20,7 +20,7 @@ from .layer import Layer
 class Answer(NamedTuple):
     """y of one request: `data` holds [rows, N] elements of the asked datatype. Times in microseconds."""
 
-    data: memoryview
+    data: Buffer
     version: int
     backend: str
     bucket: int

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
-from gemmwire.wire import ITEMSIZE, InferRequest, InferResponse, RequestedOutput, Tensor, WireError
+from gemmwire.wire import ITEMSIZE, Buffer, InferRequest, RequestedOutput, Tensor, WireError
 
 from .backends.base import LayerSpec
-from .backlog import Answer
 
 INPUT, OUTPUT = "x", "y"
 LONGEST_US = 365 * 24 * 3600 * 1_000_000
@@ -17,16 +16,24 @@ _JSON_NUMBER = 16  # bytes of one number of an answer, about
 DATATYPES = ("BF16", "FP16", "FP32")
 
 
-@dataclass(frozen=True)
-class Call:
-    """x [rows, K] in, y [rows, N] out as `datatype`. `deadline` is monotonic ns."""
+class Call(NamedTuple):
+    """x [rows, K] in, y [rows, N] out as `datatype`, within `timeout_us` of its arrival."""
 
     x: Tensor
     rows: int
     datatype: str
     binary: bool
-    deadline: int | None
+    timeout_us: int | None
     id: str
+
+    def deadline(self) -> int | None:
+        """Monotonic ns, if it arrived now."""
+        return None if self.timeout_us is None else time.monotonic_ns() + self.timeout_us * 1000
+
+    def over(self, data: Buffer) -> Call:
+        """The same call of other numbers."""
+        x = self.x
+        return self._replace(x=Tensor(x.name, x.datatype, x.shape, data))
 
     def shape(self, n: int) -> tuple[int, ...]:
         return (*self.x.shape[:-1], n)
@@ -45,7 +52,7 @@ def read_call(request: InferRequest, spec: LayerSpec, timeout_us: int | None) ->
         rows=prod(x.shape[:-1]),
         datatype=datatype,
         binary=request.binary_outputs if output.binary is None else output.binary,
-        deadline=_deadline(request, timeout_us),
+        timeout_us=_timeout(request, timeout_us),
         id=request.id,
     )
 
@@ -71,21 +78,6 @@ def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: in
             expected=f"<= {max_json // _JSON_NUMBER} numbers",
             got=call.rows * spec.n,
         )
-
-
-def response(call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None) -> InferResponse:
-    """`answer` None is the answer of no rows, which no device made."""
-    parameters: dict[str, bool | int | float | str] = {"backend": backend}
-    if answer is not None:
-        parameters = {
-            "backend": answer.backend,
-            "bucket": answer.bucket,
-            "queue_us": answer.queue_us,
-            "device_us": answer.device_us,
-        }
-    data = answer.data if answer is not None else b""
-    y = Tensor(OUTPUT, call.datatype, call.shape(spec.n), data)
-    return InferResponse(spec.name, str(answer.version if answer else version), (y,), call.id, parameters)
 
 
 def _input(request: InferRequest, spec: LayerSpec) -> Tensor:
@@ -131,7 +123,7 @@ def _output(request: InferRequest) -> RequestedOutput:
     return request.outputs[0] if request.outputs else RequestedOutput(OUTPUT)
 
 
-def _deadline(request: InferRequest, header_us: int | None) -> int | None:
+def _timeout(request: InferRequest, header_us: int | None) -> int | None:
     timeout = request.parameters.get("timeout", header_us)
     if timeout is None or timeout == 0:
         return None
@@ -144,7 +136,7 @@ def _deadline(request: InferRequest, header_us: int | None) -> int | None:
             expected=f"0 to {LONGEST_US}",
             got=shown,
         )
-    return time.monotonic_ns() + timeout * 1000
+    return timeout
 
 
 def _refuse_sequence(request: InferRequest) -> None:

@@ -40,8 +40,53 @@ class Lane:
     def __init__(self, infer: Infer) -> None:
         self.infer = infer
         self.begun = 0  # requests whose head has come and whose answer has not left
+        self.alone = False  # the last two requests came from one connection: nobody else's is to be expected
+        self._last: Connection | None = None
+        self._starts: dict[int, bytes] = {}
+        self._fields: list[tuple[bytes, bytes]] = []
+        self._gathering = False
+        self._gathered: list[tuple[asyncio.Transport, list[wire.Buffer], bool]] = []
         # A read is consumed before the event loop makes the next one, so that one buffer serves them all.
         self.buffer = memoryview(bytearray(_READ))
+
+    def start(self, status: int, fields: list[tuple[bytes, bytes]]) -> bytes:
+        """The status line and the fields of every answer, which the server replaces once a second."""
+        if fields is not self._fields:
+            self._starts.clear()
+            self._fields = fields
+        if status not in self._starts:
+            lines = [name + b": " + value + b"\r\n" for name, value in fields]
+            self._starts[status] = b"".join([STATUS_LINE[status], *lines])
+        return self._starts[status]
+
+    def __enter__(self) -> None:
+        """Send nothing until the block ends, then all of it at once.
+
+        A client that is woken by its answer while the next one is still written out goes to sleep again
+        before that comes, and waking it costs more than the rest of sending it.
+        """
+        self._gathering = True
+
+    def __exit__(self, *_: object) -> None:
+        self._gathering = False
+        gathered, self._gathered = self._gathered, []
+        for transport, buffers, close in gathered:
+            _send(transport, buffers, close)
+
+    def send(self, transport: asyncio.Transport, buffers: list[wire.Buffer], *, close: bool) -> None:
+        if self._gathering:
+            self._gathered.append((transport, buffers, close))
+        else:
+            _send(transport, buffers, close)
+
+    def begin(self, connection: Connection) -> None:
+        self.begun += 1
+        self.alone = connection is self._last
+        self._last = connection
+
+    def forget(self, connection: Connection) -> None:
+        if connection is self._last:
+            self._last = None
 
 
 class _Uvicorn(HttpToolsProtocol):
@@ -121,10 +166,11 @@ class Connection(asyncio.BufferedProtocol):
         self._watch_idle(self._keep_alive_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._state.connections.discard(self)  # type: ignore[arg-type]
+        self._state.connections.discard(self)
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._early = b""
+        self._lane.forget(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             self._lane.begun -= 1
@@ -208,7 +254,7 @@ class Connection(asyncio.BufferedProtocol):
     def _begin(self, exchange: _Exchange, data: memoryview) -> None:
         self._uvicorn.take_over()
         self._exchange = exchange
-        self._lane.begun += 1
+        self._lane.begin(self)
         taken = min(len(data), exchange.missing)
         exchange.body[:taken] = data[:taken]
         exchange.missing -= taken
@@ -283,25 +329,30 @@ class Connection(asyncio.BufferedProtocol):
         self._state.total_requests += 1
         self._last_active = self._loop.time()
         keep_alive = exchange.head.keep_alive and not self._closing
-        self._write(reply, exchange.head, keep_alive)
-        if not keep_alive:
-            self._transport.close()
-        elif self._early:
+        self._lane.send(
+            self._transport, self._message(reply, exchange.head, keep_alive), close=not keep_alive
+        )
+        if keep_alive and self._early:
             self._loop.call_soon(self._take_early)
 
-    def _write(self, reply: Reply, head: Head, keep_alive: bool) -> None:
+    def _message(self, reply: Reply, head: Head, keep_alive: bool) -> list[wire.Buffer]:
         size = wire.buffers_size(reply.buffers)
-        lines = [STATUS_LINE[reply.status]]
-        for name, value in self._state.default_headers:
-            lines += (name, b": ", value, b"\r\n")
-        for key, text in reply.headers.items():
-            lines.append(f"{key}: {text}\r\n".encode())
-        lines.append(b"content-length: %d\r\n" % size)
+        fields = "".join([f"{name}: {value}\r\n" for name, value in reply.headers.items()])
         identity = request_id(head.headers)
         if identity:
-            lines.append(f"x-request-id: {identity}\r\n".encode())
-        lines.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
-        if size < _JOIN_BELOW:
-            self._transport.write(b"".join([*lines, *reply.buffers]))
-        else:
-            self._transport.writelines([b"".join(lines), *reply.buffers])
+            fields += f"x-request-id: {identity}\r\n"
+        if not keep_alive:
+            fields += "connection: close\r\n"
+        start = self._lane.start(reply.status, self._state.default_headers)
+        lines = start + f"{fields}content-length: {size}\r\n\r\n".encode()
+        whole: list[wire.Buffer] = [lines, *reply.buffers]
+        return [b"".join(whole)] if size < _JOIN_BELOW else whole
+
+
+def _send(transport: asyncio.Transport, buffers: list[wire.Buffer], close: bool) -> None:
+    if len(buffers) == 1:
+        transport.write(buffers[0])
+    else:
+        transport.writelines(buffers)
+    if close:
+        transport.close()

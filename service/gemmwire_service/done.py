@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gemmwire.wire import Buffer
+
 from .backlog import Answer, Item
 from .errors import DeviceLost
 from .layer import Layer
@@ -24,7 +26,7 @@ class Done(NamedTuple):
     lost: DeviceLost | None = None
 
 
-def answer(item: Item, data: memoryview, layer: Layer, bucket: int, times: BatchTimes) -> Answer:
+def answer(item: Item, data: Buffer, layer: Layer, bucket: int, times: BatchTimes) -> Answer:
     """data: y [rows, N] in the item's datatype."""
     return Answer(
         data,

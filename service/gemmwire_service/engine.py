@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
 from gemmwire.wire import Tensor
@@ -55,8 +56,10 @@ class Engine:
         self._load = load
         self._on_loaded = on_loaded
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Requests that the HTTP server has begun, if it tells: one alone is not kept for others to join.
-        self.in_flight: Callable[[], int] = lambda: 0
+        # Asked of the HTTP server: a request that is alone is not kept for others to join.
+        self.alone: Callable[[], bool] = lambda: False
+        # Entered while the answers of one forward are given out, for a transport that sends them together.
+        self.answering: AbstractContextManager[object] = nullcontext()
 
     # --- life ---
 
@@ -128,7 +131,7 @@ class Engine:
         item = Item(layer, x, rows, datatype, on_done, deadline, on_wait)
         self._admit(item)
         self._new.append(item)
-        if self.in_flight() == 1:
+        if self.alone():
             self._pass_on()
         elif len(self._new) == 1:
             # After the other requests that this turn of the event loop brings, which then share a forward.
@@ -224,8 +227,9 @@ class Engine:
             self.waiting_bytes -= item.nbytes
         if done.times is not None:
             done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
-        for item, outcome in zip(done.items, done.outcomes, strict=True):
-            self._settle(item, outcome, done)
+        with self.answering:
+            for item, outcome in zip(done.items, done.outcomes, strict=True):
+                self._settle(item, outcome, done)
         if done.lost is not None:
             self._device_lost(done.lost)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from gemmwire.wire import Buffer
 
 from .backlog import Answer, Item
 from .buckets import Ladder
@@ -15,6 +18,26 @@ from .stats import BatchTimes
 from .tensors import TORCH_DTYPES, as_bytes, matrix
 
 _ALIGNED = 16  # bytes
+_COPY_BELOW = 64 << 10  # bytes that are sooner copied than wrapped into a tensor of their own
+
+
+class _Place:
+    """Where a bucket of one shape is computed: x and y as tensors, and as the bytes under them."""
+
+    def __init__(self, bucket: int, k_pad: int, n_pad: int) -> None:
+        self.x = torch.zeros(bucket, k_pad, dtype=torch.bfloat16)
+        self.y = torch.empty(bucket, n_pad, dtype=torch.bfloat16)
+        self.x_bytes = as_bytes(self.x)
+        self.y_bytes = as_bytes(self.y)
+        self._zeros = bytes(self.x_bytes)
+
+    def put(self, rows: list[Buffer]) -> None:
+        """BF16 rows side by side, zeros below them."""
+        at = 0
+        for each in rows:
+            self.x_bytes[at : at + len(each)] = each
+            at += len(each)
+        self.x_bytes[at:] = self._zeros[at:]
 
 
 class Host:
@@ -23,6 +46,7 @@ class Host:
     def __init__(self, ladder: Ladder) -> None:
         self._ladder = ladder
         self._xs: dict[tuple[int, int], Tensor] = {}
+        self._places: dict[tuple[int, int, int], _Place] = {}
 
     def forward(self, batch: list[Item]) -> Done:
         """Compute one batch of requests of one layer. Errors: what the backend raises."""
@@ -41,16 +65,48 @@ class Host:
         layer = batch[0].layer
         rows = sum(item.rows for item in batch)
         bucket = self._ladder.bucket_for(rows)
+        place = self._place(batch, layer, bucket)
+        if place is not None:
+            return self._forward_in(place, batch, layer, bucket, began)
         x = self._fill([matrix(item) for item in batch], layer, rows, bucket)
         filled = time.monotonic_ns()
         out = self._compute(x, layer, bucket)
         computed = time.monotonic_ns()
-        pieces = _split(out, batch, layer.spec.n)
+        pieces = [as_bytes(y) for y in _split(out, batch, layer.spec.n)]
         times = BatchTimes(began, filled - began, computed - filled, time.monotonic_ns() - computed)
-        outcomes: list[Answer | Exception | None] = [
-            answer(item, as_bytes(y), layer, bucket, times) for item, y in zip(batch, pieces, strict=True)
-        ]
-        return Done(batch, outcomes, bucket, times)
+        return Done(batch, _answers(batch, pieces, layer, bucket, times), bucket, times)
+
+    def _place(self, batch: list[Item], layer: Layer, bucket: int) -> _Place | None:
+        """Where a small batch is computed without a tensor made for it; None for any other.
+
+        Small, because its bytes are copied, and BF16 without padding, because they are not converted.
+        """
+        weight = layer.routes.by_bucket[bucket].weight
+        plain = weight.k_pad == layer.spec.k and weight.n_pad == layer.spec.n
+        if not plain or bucket * max(weight.k_pad, weight.n_pad) * 2 > _COPY_BELOW:
+            return None
+        if any(item.datatype != "BF16" or item.x.datatype != "BF16" for item in batch):
+            return None
+        key = (bucket, weight.k_pad, weight.n_pad)
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = _Place(*key)
+        return place
+
+    def _forward_in(self, place: _Place, batch: list[Item], layer: Layer, bucket: int, began: int) -> Done:
+        place.put([item.x.data for item in batch])
+        filled = time.monotonic_ns()
+        route = layer.routes.by_bucket[bucket]
+        route.backend.forward(place.x, route.weight, route.plan, place.y)
+        computed = time.monotonic_ns()
+        pieces = []
+        start = 0
+        for item in batch:
+            end = start + item.rows * layer.spec.n * 2
+            pieces.append(bytes(place.y_bytes[start:end]))
+            start = end
+        times = BatchTimes(began, filled - began, computed - filled, time.monotonic_ns() - computed)
+        return Done(batch, _answers(batch, pieces, layer, bucket, times), bucket, times)
 
     def _forward_chunks(self, item: Item) -> Done:
         """Each chunk at the largest bucket, the last one too: the answer names one bucket for all rows."""
@@ -95,6 +151,12 @@ class Host:
         out = torch.empty(bucket, route.weight.n_pad, dtype=torch.bfloat16)
         route.backend.forward(x, route.weight, route.plan, out)
         return out
+
+
+def _answers(
+    batch: list[Item], pieces: Sequence[Buffer], layer: Layer, bucket: int, times: BatchTimes
+) -> list[Answer | Exception | None]:
+    return [answer(item, y, layer, bucket, times) for item, y in zip(batch, pieces, strict=True)]
 
 
 def _fits(source: Tensor, layer: Layer, bucket: int) -> bool:

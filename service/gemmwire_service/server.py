@@ -36,9 +36,18 @@ def make_server(app: Service, settings: Settings) -> uvicorn.Server:
             backlog=BACKLOG,
         )
     )
-    tasks = server.server_state.tasks
-    app.state.engine.in_flight = lambda: len(tasks) + lane.begun if lane is not None else len(tasks)
+    app.state.lane = lane
+    if lane is not None:
+        app.state.engine.answering = lane
+    app.state.engine.alone = partial(_alone, server.server_state.tasks, lane)
     return server
+
+
+def _alone(tasks: set[asyncio.Task[None]], lane: Lane | None) -> bool:
+    """Whether the request at the engine is the only one, and no other client's is to be expected."""
+    if lane is None:
+        return len(tasks) == 1
+    return len(tasks) + lane.begun == 1 and lane.alone
 
 
 def _protocol(lane: Lane | None) -> type[asyncio.Protocol] | Literal["httptools"]:

@@ -240,8 +240,8 @@ def test_a_client_that_reads_no_answers_is_read_no_further(fast: Served) -> None
 def test_a_client_that_leaves_in_mid_body_leaves_nothing_behind(fast: Served, cut: int) -> None:
     with linked(fast) as link:
         link.sendall(GOOD[:cut])
-        until(lambda: fast.engine.in_flight() == 1, "the request was not begun")
-    until(lambda: fast.engine.in_flight() == 0, "the request is still under way")
+        until(lambda: fast.lane.begun == 1, "the request was not begun")
+    until(lambda: fast.lane.begun == 0, "the request is still under way")
     assert infer(fast, "m.plain", *message(X)).status == 200
 
 
@@ -250,10 +250,10 @@ def test_requests_that_wait_are_in_flight_until_they_are_answered(fast: Served) 
         with held(fast):
             one.sendall(GOOD)
             two.sendall(GOOD)
-            until(lambda: fast.engine.in_flight() == 2, "they were not begun")
+            until(lambda: fast.lane.begun == 2, "they were not begun")
         answers(one, 1)
         answers(two, 1)
-    assert fast.engine.in_flight() == 0
+    assert fast.lane.begun == 0
 
 
 def test_a_fault_of_ours_is_one_requests_500(fast: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_a_fault_of_ours_is_one_requests_500(fast: Served, monkeypatch: pytest.M
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["code"] == "internal"
             link.sendall(GOOD)
             assert statuses(answers(link, 1)) == [200]
-    assert fast.engine.in_flight() == 0
+    assert fast.lane.begun == 0
 
 
 def test_an_idle_connection_is_closed_and_a_used_one_is_not(

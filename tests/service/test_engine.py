@@ -486,9 +486,9 @@ def test_a_lone_request_is_computed_before_its_turn_ends() -> None:
 
     async def test() -> None:
         async with rig() as r:
-            r.engine.in_flight = lambda: 1
+            r.engine.alone = lambda: True
             assert r.submit("a", spread(1, K)).future.done()
-            r.engine.in_flight = lambda: 2
+            r.engine.alone = lambda: False
             item = r.submit("a", spread(1, K))
             assert not item.future.done()
             await item.future

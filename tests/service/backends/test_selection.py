@@ -156,7 +156,9 @@ def test_when_nothing_fits_every_reason_is_listed(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("choice", ["trtllm", "", "emulation,", "emulation,cutlass"])
 def test_an_unknown_name_is_refused_with_the_list(choice: str) -> None:
     """Guards: a misspelled preference that is skipped in silence."""
-    with pytest.raises(BackendError, match=r"auto, one of flashinfer_trtllm, .*, emulation, emulation_e4m3, or a comma"):
+    with pytest.raises(
+        BackendError, match=r"auto, one of flashinfer_trtllm, .*, emulation, emulation_e4m3, or a comma"
+    ):
         select(SPEC, CPU, choice)
 
 

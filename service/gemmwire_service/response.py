@@ -1,0 +1,76 @@
+"""An answer as the protocol has it: y, what made it, and how long that took."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from gemmwire import wire
+from gemmwire.wire import Buffer, InferResponse, Tensor
+
+from .backends.base import LayerSpec
+from .backlog import Answer
+from .call import OUTPUT, Call
+
+_TIMES = '"queue_us":{},"device_us":{}'
+_LONGEST_ID = 128  # of a request whose answer's text is remembered
+
+
+def encode(
+    call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None
+) -> tuple[dict[str, str], list[Buffer]]:
+    """-> (headers, buffers). `answer` None is the answer of no rows, which no device made."""
+    if answer is None:
+        parameters: wire.Parameters = {"backend": backend}
+        message = InferResponse(spec.name, str(version), (_y(call, spec.n, b""),), call.id, parameters)
+        return wire.encode_response(message, [call.binary])
+    if call.binary and len(call.id) <= _LONGEST_ID:
+        return _text(
+            spec.name,
+            answer.version,
+            call.id,
+            answer.backend,
+            answer.bucket,
+            call.datatype,
+            call.shape(spec.n),
+        ).around(answer)
+    message = InferResponse(
+        spec.name, str(answer.version), (_y(call, spec.n, answer.data),), call.id, _parameters(answer)
+    )
+    return wire.encode_response(message, [call.binary])
+
+
+class _Text(NamedTuple):
+    """The JSON part of binary answers that differ in nothing but their times and numbers."""
+
+    before: str
+    after: str
+
+    def around(self, answer: Answer) -> tuple[dict[str, str], list[Buffer]]:
+        times = _TIMES.format(answer.queue_us, answer.device_us)
+        return wire.binary_message((self.before + times + self.after).encode(), [answer.data])
+
+
+@lru_cache(maxsize=256)
+def _text(
+    name: str, version: int, id: str, backend: str, bucket: int, datatype: str, shape: tuple[int, ...]
+) -> _Text:
+    """As the encoder writes it, with a place for the times."""
+    y = Tensor(OUTPUT, datatype, shape, b"")
+    parameters: wire.Parameters = {"backend": backend, "bucket": bucket, "queue_us": 0, "device_us": 0}
+    _, buffers = wire.encode_response(InferResponse(name, str(version), (y,), id, parameters), [True])
+    before, _, after = bytes(buffers[0]).decode().rstrip().rpartition(_TIMES.format(0, 0))
+    return _Text(before, after)
+
+
+def _parameters(answer: Answer) -> wire.Parameters:
+    return {
+        "backend": answer.backend,
+        "bucket": answer.bucket,
+        "queue_us": answer.queue_us,
+        "device_us": answer.device_us,
+    }
+
+
+def _y(call: Call, n: int, data: Buffer) -> Tensor:
+    return Tensor(OUTPUT, call.datatype, call.shape(n), data)
