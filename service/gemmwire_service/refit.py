@@ -146,22 +146,29 @@ class Refit:
 
     async def _on_device(self, work: Callable[[], T]) -> T:
         """Run as a job of the device, after the requests that came before."""
+        self._engine.refuse_unless_ready()  # a thread that has ended runs no job
+        return await self._post(work)
+
+    def _post(self, work: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        once = [work]  # the device keeps its last job until the next, and would keep the shadow with it
+        answer: asyncio.Future[T] = loop.create_future()
+        # Popped, because the device keeps its last job until the next, and would keep the shadow with it.
+        once = [(work, answer)]
 
         def run() -> None:
+            job, future = once.pop()
             try:
-                result = once.pop()()
+                result = job()
             except Exception as error:
                 loop.call_soon_threadsafe(_fail, future, error)
                 raise  # the device logs it, and looks whether it is lost
             else:
                 loop.call_soon_threadsafe(_succeed, future, result)
+            finally:
+                del job, future  # an error holds this frame, and would be held by it
 
-        self._engine.refuse_unless_ready()  # a thread that has ended runs no job
         self._engine.post(Job(run))
-        return await future
+        return answer
 
 
 def refuse_version(layer: Layer, if_version: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -127,18 +128,43 @@ def test_ten_refits_leave_the_same_memory(served: Served, client: Client) -> Non
     forms = [route.weight for route in layer.routes.by_bucket.values()]
     held = [tensor for form in forms for tensor in storage.tensors(form)]
 
-    def matrices() -> int:
-        gc.collect()
-        return sum(type(found) in (EmulationWeight, MxWeight) for found in gc.get_objects())
-
+    gc.collect()
     before = matrices()
     for seed in range(1, 11):
         client.refit("m.l", weight(seed), bias=BIAS)
+        gc.collect()
         assert matrices() == before, f"after refit {seed}"
     now = [route.weight for route in layer.routes.by_bucket.values()]
     assert all(a is b for a, b in zip(forms, now, strict=True))
     assert all(a is b for a, b in zip(held, [t for form in now for t in storage.tensors(form)], strict=True))
     assert_serves(client, 10, 11)
+
+
+def matrices() -> int:
+    return sum(type(found) in (EmulationWeight, MxWeight) for found in gc.get_objects())
+
+
+def test_a_refit_that_failed_keeps_nothing_either(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: an error that holds the new weight, in a cycle, until the collector comes by."""
+
+    def broken(old: Tensor, new: Tensor) -> None:
+        raise RuntimeError("copying")
+
+    gc.collect()
+    gc.disable()
+    logging.disable(logging.CRITICAL)  # pytest keeps what is logged, with the error
+    try:
+        before = matrices()
+        monkeypatch.setattr(storage, "swap", broken)
+        for _ in range(3):
+            with pytest.raises(ServerFailed):
+                client.refit("m.l", weight(1), bias=BIAS)
+        until(lambda: matrices() == before, "the new weight is still there")
+    finally:
+        logging.disable(logging.NOTSET)
+        gc.enable()
 
 
 def test_a_weight_that_is_not_packed_keeps_its_address(tmp_path: Path) -> None:
