@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -13,7 +14,16 @@ from gemmwire_service.checkpoint.hf_config import CONFIG, MODELOPT_CONFIG
 from gemmwire_service.checkpoint.shards import INDEX_SUFFIX, PICKLE_SUFFIXES, SUFFIX
 from gemmwire_service.errors import OutputError
 
-_OTHER_WEIGHTS = (*PICKLE_SUFFIXES, ".bin.index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+_OTHER_WEIGHTS = (
+    *PICKLE_SUFFIXES,
+    ".bin.index.json",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".npz",
+)
 
 
 @contextmanager
@@ -82,20 +92,37 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copies what lies beside the weights (tokenizer, generation config, licence, code): regular files of the
-    top level, not hidden, and no weights. Returns their names. OSError as it comes."""
-    copied = []
-    for entry in sorted(source.iterdir()):
-        if entry.is_file() and not entry.name.startswith(".") and not _is_replaced(entry.name):
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copies what lies beside the weights (tokenizer, generation config, licence, code): files that are no
+    weights, and those of folders without weights. A module of sentence-transformers is such a folder and is
+    copied with its weights. Nothing hidden, nothing deeper. OSError as it comes."""
+    modules = _modules(source)
+    for entry in _visible(source):
+        if entry.is_file() and entry.name not in (CONFIG, MODELOPT_CONFIG) and not _is_weights(entry):
             shutil.copyfile(entry, folder / entry.name)
-            copied.append(entry.name)
-    return copied
+        elif entry.is_dir():
+            files = [each for each in _visible(entry) if each.is_file()]
+            if files and (entry.name in modules or not any(map(_is_weights, files))):
+                (folder / entry.name).mkdir()
+                for each in files:
+                    shutil.copyfile(each, folder / entry.name / each.name)
 
 
-def _is_replaced(name: str) -> bool:
-    lower = name.lower()
-    return name in (CONFIG, MODELOPT_CONFIG) or lower.endswith((SUFFIX, INDEX_SUFFIX, *_OTHER_WEIGHTS))
+def _visible(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def _is_weights(path: Path) -> bool:
+    return path.name.lower().endswith((SUFFIX, INDEX_SUFFIX, *_OTHER_WEIGHTS))
+
+
+def _modules(source: Path) -> set[str]:
+    """The folders that modules.json of sentence-transformers names."""
+    try:
+        listed = json.loads((source / "modules.json").read_bytes())
+        return {str(each["path"]) for each in listed}
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
 
 
 def _take_place(made: Path, folder: Path) -> None:

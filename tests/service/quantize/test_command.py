@@ -133,11 +133,18 @@ def test_what_is_no_layer_is_copied_unchanged(tmp_path: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / ".hidden").write_text("")
     (source / "original").mkdir()
+    (source / "original" / "consolidated.pth").write_bytes(b"pickle")
+    (source / "original" / "params.json").write_text("{}")
+    (source / "empty").mkdir()
+    (source / "assets" / "deeper").mkdir(parents=True)
+    (source / "assets" / "chat.jinja").write_text("hello")
     assert run(source, tmp_path / "made") == 0
 
     got = tensors_of(tmp_path / "made")
     assert_same({name: got[name] for name in others}, others)
-    assert sorted(entry.name for entry in (tmp_path / "made").iterdir()) == [
+    assert sorted(str(entry.relative_to(tmp_path / "made")) for entry in (tmp_path / "made").rglob("*")) == [
+        "assets",
+        "assets/chat.jinja",
         "config.json",
         "hf_quant_config.json",
         "model.safetensors",
@@ -148,6 +155,18 @@ def test_what_is_no_layer_is_copied_unchanged(tmp_path: Path) -> None:
     assert config["quantization_config"]["ignore"] == ["lm_head", "experts"]
     with safe_open(tmp_path / "made" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_modules_of_sentence_transformers_are_copied_with_their_weights(tmp_path: Path) -> None:
+    """Guards: an embedding model that loads and lacks its last layer."""
+    source = model(tmp_path / "source", floats(1))
+    (source / "modules.json").write_text('[{"path": ""}, {"path": "1_Dense"}]')
+    for name in ("1_Dense", "other"):
+        (source / name).mkdir()
+        save_file({"linear.weight": torch.ones(2, 2)}, source / name / "model.safetensors")
+    assert run(source, tmp_path / "made") == 0
+    assert (tmp_path / "made" / "1_Dense" / "model.safetensors").is_file()
+    assert not (tmp_path / "made" / "other").exists()
 
 
 def test_shards_have_the_index_that_transformers_looks_for(tmp_path: Path) -> None:
