@@ -143,14 +143,13 @@ def split(line: str) -> tuple[str, list[str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
-def test_python_blocks_run_in_order(path: Path, request: pytest.FixtureRequest) -> None:
+def test_python_blocks_run_in_order(path: Path, server: Served) -> None:
     """Guards: a first screen that raises. One namespace a page, as a reader's session has."""
     runnable = [
         block for block in BLOCKS if block.path == path and block.language == "python" and not block.skip
     ]
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in runnable:
-        server: Served = request.getfixturevalue("server")
         # Blank lines before the code make a traceback name the page's own line.
         code = "\n" * (block.line - 1) + block.code.replace(ADDRESS, f"127.0.0.1:{server.port}")
         exec(compile(code, str(path), "exec"), namespace)
