@@ -2,7 +2,8 @@
 
 It has a thread of its own. On a CUDA device a batch is sent and received, and others can be sent in between
 (`Pipeline`). Where a batch is so small that waking the thread would take longer than the forward, the event
-loop sees to it itself (`compute_now`), if it is the device's turn.
+loop sees to it itself, if it is the device's turn: it computes on a CPU (`compute_now`), and sends to a CUDA
+device and receives from it (`start_now`, `receive_now`) while the thread has nothing.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Device:
             machine = lambda: Machine.of(device, ladder, graph_budget)  # noqa: E731
         self._machine = machine
         self._pipeline: Pipeline | None = None
+        self._under_way = 0  # batches that the thread has sent
+        self._under_way_now = 0  # and the event loop; never both at a time
         self._bound: set[int] = set()  # threads that compute
         self._thread = threading.Thread(target=self._run, name="gemmwire-device", daemon=True)
 
@@ -116,7 +119,7 @@ class Device:
     def _jobs(self) -> Iterator[Job]:
         """Run batches until the queue ends; yield each job once the requests before it are done."""
         while True:
-            work = self._collect(block=not self._pipeline)
+            work = self._collect(block=not self._under_way)
             while self._backlog:
                 self._run_batch()
                 if not isinstance(work, Job) and work is not _END:
@@ -127,7 +130,7 @@ class Device:
             elif work is _END:
                 self._receive_all()
                 return
-            elif self._pipeline:
+            elif self._pipeline and self._under_way:
                 self._receive(self._pipeline)
 
     def _collect(self, block: bool = True) -> Job | object | None:
@@ -167,16 +170,18 @@ class Device:
             if self.lost is None:
                 with self._turn:
                     pipeline.send(batch)
+                self._under_way += 1
             else:
                 self._report(self._refused(batch, self.lost))
         except Exception as error:
             self._report(self._failed(batch, error))
 
     def _receive(self, pipeline: Pipeline) -> None:
+        self._under_way -= 1
         self._report(self._trying(pipeline.oldest(), pipeline.receive))
 
     def _receive_all(self) -> None:
-        while self._pipeline:
+        while self._pipeline and self._under_way:
             self._receive(self._pipeline)
 
     def _trying(self, batch: list[Item], run: Callable[..., Done], *arguments: Item) -> Done:
@@ -191,6 +196,7 @@ class Device:
     def _failed(self, batch: list[Item], error: Exception) -> Done:
         """What a kernel raises is its batch's answer, and where the device is lost that of all others."""
         if self._note_loss(error):
+            self._under_way = self._under_way_now = 0
             batch = batch + (self._pipeline.drop() if self._pipeline is not None else [])
         return Done(batch, [self.lost or error] * len(batch), lost=self.lost)
 
@@ -210,40 +216,70 @@ class Device:
             )
         return self.lost is not None
 
-    # --- either thread, in its turn ---
+    # --- the event loop, while nothing is queued that came before ---
 
     def compute_now(self, batch: list[Item]) -> Done | None:
-        """Compute requests of one layer on this thread; None where that would take long, or is not our turn.
-
-        The caller sees to it that nothing is queued that came before.
-        """
-        if sum(item.rows for item in batch) > self.ladder.largest or self.lost is not None:
+        """On a CPU: compute requests of one layer on this thread; None where that would take long, or is not
+        our turn."""
+        rows = sum(item.rows for item in batch)
+        if self.overlaps or rows > self.ladder.largest or self.lost is not None:
+            return None
+        bucket = self.ladder.bucket_for(rows)
+        weight = batch[0].layer.routes.by_bucket[bucket].weight
+        work = max(bucket, _READ_ONCE) * weight.n_pad * max(weight.k_pad, _WRITE_ONCE)
+        if work > _NOW_BELOW:
             return None
         if not self._turn.acquire(blocking=False):
             return None
         try:
-            return self._cuda_now(batch) if self._machine is not None else self._host_now(batch)
+            with torch.inference_mode():
+                return self._host.forward(batch)
         except Exception as error:
             return self._failed(batch, error)
         finally:
             self._turn.release()
 
-    def _host_now(self, batch: list[Item]) -> Done | None:
-        bucket = self.ladder.bucket_for(sum(item.rows for item in batch))
-        weight = batch[0].layer.routes.by_bucket[bucket].weight
-        work = max(bucket, _READ_ONCE) * weight.n_pad * max(weight.k_pad, _WRITE_ONCE)
-        if work > _NOW_BELOW:
-            return None
-        with torch.inference_mode():
-            return self._host.forward(batch)
+    @property
+    def overlaps(self) -> bool:
+        """Whether a batch can be sent before the last one has been received, as on a CUDA device."""
+        return self._machine is not None
 
-    def _cuda_now(self, batch: list[Item]) -> Done | None:
+    @property
+    def full(self) -> bool:
+        return self._pipeline is not None and self._pipeline.full
+
+    def quick(self, batch: list[Item]) -> bool:
+        """Whether `start_now` is for requests of one layer."""
+        return self.lost is None and self._pipeline is not None and self._pipeline.quick(batch)
+
+    def start_now(self, batch: list[Item]) -> Done | None:
+        """Send requests to the device, which is not `full`; what came of them where that has failed."""
         pipeline = self._pipeline
-        if pipeline is None or len(pipeline) or not pipeline.quick(batch):
+        try:
+            if pipeline is None:
+                raise RuntimeError("the device has not been set up")
+            self._bind()
+            with self._turn:
+                pipeline.send(batch)
+            self._under_way_now += 1
+        except Exception as error:
+            return self._failed(batch, error)
+        return None
+
+    def receive_now(self, wait: bool) -> Done | None:
+        """What came of the oldest requests that `start_now` sent; None where nothing is under way, or, but
+        with `wait`, has arrived."""
+        pipeline = self._pipeline
+        if pipeline is None or not self._under_way_now:
             return None
-        self._bind()
-        pipeline.send(batch)
-        return pipeline.receive()
+        try:
+            if not wait and not pipeline.arrived:
+                return None
+        except Exception as error:
+            self._under_way_now = 0
+            return self._failed(pipeline.drop(), error)
+        self._under_way_now -= 1
+        return self._trying(pipeline.oldest(), pipeline.receive)
 
     def _bind(self) -> None:
         """The driver works on the context of the calling thread, which torch sets at its first call there."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 
 _LIBRARY = "libcuda.so.1"
+_NOT_READY = 600
 _POINTER, _SIZE, _BYTE, _FLAGS = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ubyte, ctypes.c_uint
 
 Call = Callable[..., int]
@@ -34,6 +35,7 @@ class Driver:
         self._zero = _bind(keeping, "cuMemsetD8Async", _POINTER, _BYTE, _SIZE, _POINTER)
         self._record = _bind(keeping, "cuEventRecord", _POINTER, _POINTER)
         self._wait = _bind(keeping, "cuStreamWaitEvent", _POINTER, _POINTER, _FLAGS)
+        self._query = _bind(keeping, "cuEventQuery", _POINTER)
         self._launch = _bind(keeping, "cuGraphLaunch", _POINTER, _POINTER)
         self._synchronize = _bind(releasing, "cuEventSynchronize", _POINTER)
         self._name = _bind(keeping, "cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
@@ -60,6 +62,13 @@ class Driver:
         """`graph` is an executable one."""
         if code := self._launch(graph, stream):
             raise self._error("cuGraphLaunch", code)
+
+    def passed(self, event: int) -> bool:
+        """Whether the device has come to the event."""
+        code = self._query(event)
+        if code and code != _NOT_READY:
+            raise self._error("cuEventQuery", code)
+        return not code
 
     def synchronize(self, event: int) -> None:
         """Return once the device has come to the event."""

@@ -18,6 +18,7 @@ from .backlog import Answer, Item
 from .device import Device, Job
 from .done import Done
 from .errors import DeadlineExceeded, DeviceFailed, DeviceLost, Draining, NotReady, QueueFull
+from .here import Here
 from .layer import Layer
 
 log = logging.getLogger("gemmwire.engine")
@@ -53,6 +54,7 @@ class Engine:
         self._max_queue_bytes = max_queue_bytes
         self._new: list[Item] = []  # submitted in this turn of the event loop
         self._device = make_device(self._report)
+        self._here = Here(self._device, self._finish, self._put)
         self._load = load
         self._on_loaded = on_loaded
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -157,21 +159,23 @@ class Engine:
         """Give the requests of this turn to the device, or compute them here if that is faster."""
         new = self._take_new()
         if not new:
-            return
+            return None
         now = time.monotonic_ns()
-        nothing_before = len(new) == self.waiting and not self._jobs
+        nothing_before = len(new) + self._here.count == self.waiting and not self._jobs
+        if nothing_before and self._device.overlaps:
+            return self._here.take(new, self._running_loop)
         if nothing_before and all(item.layer is new[0].layer and item.wanted(now) for item in new):
             done = self._device.compute_now(new)
             if done is not None:
-                self._finish(done)
-                return
-        self._put(new)
+                return self._finish(done)
+        return self._put(new)
 
     def _take_new(self) -> list[Item]:
         new, self._new = self._new, []
         return new
 
-    def _put(self, items: list[Item]) -> None:
+    def _put(self, new: list[Item]) -> None:
+        items = [*self._here.drain(), *new]
         for item in items:  # all of them before a timer or a caller's `on_wait` could raise
             self._device.put(item)
         for item in items:

@@ -18,12 +18,12 @@ from .capture import capture_stream
 from .done import Done, answer
 from .graphs import CudaRecorder, Graphs, Program, Statics
 from .layer import Layer
-from .staging import Slot, Staging, arrived, give_back, lend
+from .staging import DEPTH, Slot, Staging, arrived, give_back, lend
 from .stats import BatchTimes
 from .streams import CudaStreams, Streams
 from .tensors import TORCH_DTYPES, as_bytes, matrix
 
-_NOW_US = 100  # about what it takes to hand a batch to another thread, and its answers back
+_QUICK_US = 200  # about twice what it takes to hand a batch to another thread, and its answers back
 _BYTES_A_US = 20_000  # of x and y, to and from the device, and once more on the host
 _COPY_BELOW = 1 << 20  # bytes; a larger copy lets go of the interpreter, which costs more than a small one
 
@@ -52,7 +52,7 @@ class Machine:
 
 
 class Pipeline:
-    """For the device thread alone. `len` is the number of batches under way."""
+    """For one thread at a time. `len` is the number of batches under way."""
 
     def __init__(self, machine: Machine, ladder: Ladder) -> None:
         self._machine = machine
@@ -94,15 +94,26 @@ class Pipeline:
         self._sent.append(_Sent(batch, layer, program.bucket, began, filled))
 
     def quick(self, batch: list[Item]) -> bool:
-        """Whether a batch would be there and back sooner than another thread could hear of it."""
+        """Whether a batch is there and back about as soon as another thread would have sent it."""
         layer, rows = batch[0].layer, _rows(batch)
+        if rows > self._ladder.largest:
+            return False
         program = layer.programs.get(self._ladder.bucket_for(rows))
         if (
             program is None or not program.captured
         ):  # a kernel library may keep to the thread it was loaded on
             return False
         nbytes = 2 * rows * (program.x.k_pad + program.n)
-        return program.microseconds + nbytes / _BYTES_A_US < _NOW_US
+        return program.microseconds + nbytes / _BYTES_A_US < _QUICK_US
+
+    @property
+    def full(self) -> bool:
+        return len(self._sent) >= DEPTH
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the oldest batch has."""
+        return self._staging.arrived
 
     def oldest(self) -> list[Item]:
         return self._sent[0].batch

@@ -221,6 +221,11 @@ class Staging:
         streams.copy(flight.outlet.host_at, slot.y_at, flight.nbytes, streams.copy_out)
         streams.record(slot.done, streams.copy_out)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the oldest batch under way has."""
+        return self._streams.passed(self.flights[0].slot.done)
+
     def receive(self) -> Flight:
         """The oldest batch under way, once it has arrived; to be ended by `rows` and `give_back`, or `lend`.
 

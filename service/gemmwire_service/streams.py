@@ -28,6 +28,9 @@ class Streams(Protocol):
     def wait(self, stream: int, event: int) -> None:
         """What is queued on the stream from now on comes after the event."""
 
+    def passed(self, event: int) -> bool:
+        """Whether an event has come."""
+
     def synchronize(self, event: int) -> None:
         """Wait for an event."""
 
@@ -53,7 +56,8 @@ class CudaStreams:
         self.compute, self.copy_in, self.copy_out = (stream.cuda_stream for stream in self._kept)
         calls = driver()
         self.copy, self.zero = calls.copy, calls.zero
-        self.record, self.wait, self.synchronize = calls.record, calls.wait, calls.synchronize
+        self.record, self.wait = calls.record, calls.wait
+        self.passed, self.synchronize = calls.passed, calls.synchronize
 
     def event(self) -> int:
         event = torch.cuda.Event()

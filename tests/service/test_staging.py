@@ -184,8 +184,8 @@ def test_a_missing_event_is_seen(monkeypatch: pytest.MonkeyPatch, stream: str) -
     assert wrong
 
 
-def test_a_quick_batch_is_seen_to_by_whoever_asks() -> None:
-    """Guards: a hop to the device thread and back that takes longer than the forward."""
+def test_what_is_quick_is_known_before_it_is_sent() -> None:
+    """Guards: an event loop that waits for a large forward, or for one whose kernels keep to their thread."""
     quick = served_layer("a", Emulation(), MxWeight.from_float(spread(34, 96)), CPU, LADDER)
     slow = served_layer("b", Emulation(), MxWeight.from_float(spread(34, 96)), CPU, LADDER)
     with running(CPU, LADDER, machine=lambda: machine(LADDER, took=20.0)) as rig:
@@ -194,14 +194,18 @@ def test_a_quick_batch_is_seen_to_by_whoever_asks() -> None:
             program.microseconds = 500.0
         x = rows(3, quick)
         item = request(quick, x)
-        done = rig.device.compute_now([item])
+        assert rig.device.quick([item])
+        assert rig.device.compute_now([item]) is None
+        assert rig.device.start_now([item]) is None
+        done = rig.device.receive_now(wait=True)
         assert done is not None
         assert isinstance(done.outcomes[0], Answer)
         same(tensor(done.outcomes[0], item), eager(quick, x, 4, CPU))
-        assert rig.device.compute_now([request(slow, x)]) is None
-        assert rig.device.compute_now([request(quick, rows(9, quick))]) is None
+        assert rig.device.receive_now(wait=True) is None
+        assert not rig.device.quick([request(slow, x)])
+        assert not rig.device.quick([request(quick, rows(9, quick))])
         quick.programs[4].captured = False
-        assert rig.device.compute_now([request(quick, x)]) is None
+        assert not rig.device.quick([request(quick, x)])
 
 
 def test_a_device_that_is_lost_on_the_event_loop_is_lost() -> None:
@@ -210,11 +214,11 @@ def test_a_device_that_is_lost_on_the_event_loop_is_lost() -> None:
     with running(CPU, LADDER, machine=made.pop) as rig:
         rig.capture(layer)
         layer.programs[1].run = broken
-        done = rig.device.compute_now([request(layer, rows(1, layer))])
+        done = rig.device.start_now([request(layer, rows(1, layer))])
         assert done is not None
         assert isinstance(done.outcomes[0], DeviceLost)
         assert done.lost is rig.device.lost
-        assert rig.device.compute_now([request(layer, rows(1, layer))]) is None
+        assert not rig.device.quick([request(layer, rows(1, layer))])
         assert isinstance(rig.outcomes_of([request(layer, rows(1, layer))])[0], DeviceLost)
 
 
