@@ -14,6 +14,7 @@ from gemmwire_service.mxfp8.layout import round_up
 _SCALES = (torch.uint8, torch.float8_e8m0fnu)  # two names of one byte
 _NAN_CODE = 0x7F  # and 0xFF
 _NAN_SCALE = 0xFF
+_PIECE = 1 << 18  # codes looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +68,16 @@ class MxWeight:
         n, k = _check_matrix("codes", codes)
         exponents = _check_scales(scales, (n, round_up(k, BLOCK) // BLOCK))
         bytes_ = codes.detach().view(torch.uint8)
-        _refuse("codes", bytes_, (bytes_ & 0x7F) == _NAN_CODE, "is the NaN of E4M3")
+        if _largest_magnitude(bytes_) == _NAN_CODE:
+            _refuse("codes", bytes_, (bytes_ & 0x7F) == _NAN_CODE, "is the NaN of E4M3")
         _refuse("scales", exponents, exponents == _NAN_SCALE, "is the NaN of E8M0")
         padded = _pad_columns(bytes_, round_up(k, BLOCK)).view(torch.float8_e4m3fn)
         return cls(padded, exponents, _bias(bias, n), k)
+
+
+def _largest_magnitude(codes: Tensor) -> int:
+    """Of E4M3 codes as bytes, signs aside. A piece at a time: a mask of all would be a second weight."""
+    return max(int((piece & 0x7F).max()) for piece in codes.reshape(-1).split(_PIECE))
 
 
 def _bias(bias: Tensor | None, n: int) -> Tensor | None:
