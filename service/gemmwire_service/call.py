@@ -6,18 +6,21 @@ import time
 from math import prod
 from typing import NamedTuple
 
-from gemmwire.wire import ITEMSIZE, Buffer, InferRequest, RequestedOutput, Tensor, WireError
+from gemmwire.wire import ITEMSIZE, Buffer, InferRequest, Tensor, WireError
 
 from .backends.base import LayerSpec
+from .outputs import DATATYPES, OUTPUT, Columns, read_outputs
 
-INPUT, OUTPUT = "x", "y"
+INPUT = "x"
 LONGEST_US = 365 * 24 * 3600 * 1_000_000
 _JSON_NUMBER = 16  # bytes of one number of an answer, about
-DATATYPES = ("BF16", "FP16", "FP32")
 
 
 class Call(NamedTuple):
-    """x [rows, K] in, y [rows, N] out as `datatype`, within `timeout_us` of its arrival."""
+    """x [rows, K] in, y [rows, N] out as `datatype`, within `timeout_us` of its arrival.
+
+    `columns`: the outputs that the answer has, where it is not y alone; `binary`: all of it travels as bytes.
+    """
 
     x: Tensor
     rows: int
@@ -25,6 +28,7 @@ class Call(NamedTuple):
     binary: bool
     timeout_us: int | None
     id: str
+    columns: tuple[Columns, ...] = ()
 
     def deadline(self) -> int | None:
         """Monotonic ns, if it arrived now."""
@@ -38,45 +42,50 @@ class Call(NamedTuple):
     def shape(self, n: int) -> tuple[int, ...]:
         return (*self.x.shape[:-1], n)
 
+    def width(self, n: int) -> int:
+        """Numbers of the answer for each row."""
+        return sum(each.stop - each.start for each in self.columns) if self.columns else n
+
 
 def read_call(request: InferRequest, spec: LayerSpec, timeout_us: int | None) -> Call:
     """Check the request against the layer. Errors: WireError, each naming both sides."""
     _refuse_sequence(request)
     x = _input(request, spec)
-    output = _output(request)
-    datatype = output.datatype or x.datatype
+    datatype, columns = read_outputs(request, spec, x.datatype)
     if datatype not in DATATYPES:
-        raise _dtype(f"Output {OUTPUT!r} is asked for as {datatype[:40]!r}", datatype)
+        raise _dtype(f"Output {columns[0].name!r} is asked for as {datatype[:40]!r}", datatype)
     return Call(
         x=x,
         rows=prod(x.shape[:-1]),
         datatype=datatype,
-        binary=request.binary_outputs if output.binary is None else output.binary,
+        binary=all(each.binary for each in columns),
         timeout_us=_timeout(request, timeout_us),
         id=request.id,
+        columns=() if [each.name for each in columns] == [OUTPUT] else columns,
     )
 
 
 def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: int) -> None:
     """A small request can ask for a huge answer (N >> K); refuse it before computing it."""
-    size = call.rows * spec.n * ITEMSIZE[call.datatype]
+    numbers = call.rows * call.width(spec.n)
+    size = numbers * ITEMSIZE[call.datatype]
     if size > max_body:
         raise WireError(
             "answer_too_large",
-            f"The answer would have {size} bytes ({call.rows} rows of {spec.n} {call.datatype}), the limit "
-            f"is {max_body}; send fewer rows at a time, or raise --max-body-bytes",
+            f"The answer would have {size} bytes ({call.rows} rows of {call.width(spec.n)} {call.datatype}), the "
+            f"limit is {max_body}; send fewer rows at a time, or raise --max-body-bytes",
             status=413,
             expected=f"<= {max_body}",
             got=size,
         )
-    if not call.binary and call.rows * spec.n * _JSON_NUMBER > max_json:
+    if not call.binary and numbers * _JSON_NUMBER > max_json:
         raise WireError(
             "json_too_large",
-            f"The answer would hold {call.rows * spec.n} numbers as JSON, more than fit the limit for JSON "
+            f"The answer would hold {numbers} numbers as JSON, more than fit the limit for JSON "
             f"of {max_json} bytes; ask for it in binary (parameters.binary_data), or raise --max-json-bytes",
             status=413,
             expected=f"<= {max_json // _JSON_NUMBER} numbers",
-            got=call.rows * spec.n,
+            got=numbers,
         )
 
 
@@ -107,20 +116,6 @@ def _input(request: InferRequest, spec: LayerSpec) -> Tensor:
             got=x.shape[-1],
         )
     return x
-
-
-def _output(request: InferRequest) -> RequestedOutput:
-    if request.outputs is None:
-        return RequestedOutput(OUTPUT)
-    for output in request.outputs:
-        if output.name != OUTPUT:
-            raise WireError(
-                "output_unknown",
-                f"Output {output.name[:80]!r} is not one of the layer's; it has {OUTPUT!r}",
-                expected=[OUTPUT],
-                got=output.name[:80],
-            )
-    return request.outputs[0] if request.outputs else RequestedOutput(OUTPUT)
 
 
 def _timeout(request: InferRequest, header_us: int | None) -> int | None:

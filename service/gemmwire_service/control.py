@@ -6,14 +6,16 @@ from fastapi import APIRouter, Request, Response
 
 from . import __version__
 from .body import declared_length, read_body
-from .call import INPUT, OUTPUT
+from .call import INPUT
 from .engine import Engine, State
 from .infer import find_layer
 from .layer import Layer
+from .outputs import OUTPUT
 from .protocol import (
     BucketPlan,
     EagerBucket,
     Fallback,
+    FusedPart,
     ModelConfig,
     ModelIndexEntry,
     ModelMetadata,
@@ -90,7 +92,13 @@ def _metadata(layer: Layer) -> ModelMetadata:
         versions=[str(layer.version)],
         platform=PLATFORM,
         inputs=[TensorMetadata(name=INPUT, datatype="BF16", shape=[-1, layer.spec.k])],
-        outputs=[TensorMetadata(name=OUTPUT, datatype="BF16", shape=[-1, layer.spec.n])],
+        outputs=[
+            TensorMetadata(name=OUTPUT, datatype="BF16", shape=[-1, layer.spec.n]),
+            *(
+                TensorMetadata(name=part.name, datatype="BF16", shape=[-1, part.stop - part.start])
+                for part in layer.spec.parts
+            ),
+        ],
     )
 
 
@@ -103,6 +111,7 @@ def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
         n=layer.spec.n,
         k=layer.spec.k,
         bias=layer.spec.bias,
+        parts=[FusedPart(**part._asdict()) for part in layer.spec.parts],
         backend=layer.backend.name,
         passed_over=[PassedOver(backend=name, reason=why) for name, why in routes.selection.passed_over],
         fallbacks=[

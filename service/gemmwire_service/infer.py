@@ -17,10 +17,11 @@ from gemmwire.wire import WireError
 
 from .backends.base import LayerSpec
 from .backlog import Answer, Item
-from .call import DATATYPES, INPUT, Call, read_call, refuse_large_answer
+from .call import INPUT, Call, read_call, refuse_large_answer
 from .engine import Engine
 from .errors import EngineError
 from .layer import Layer
+from .outputs import DATATYPES
 from .response import encode
 
 Headers = dict[bytes, bytes]
@@ -30,6 +31,7 @@ HEADER_LENGTH = wire.HEADER_LENGTH.encode()
 # JSON of this size takes so long that it is read, or written, on another thread than the event loop.
 PARSE_ELSEWHERE_FROM = 256 << 10  # bytes
 _ENCODE_ELSEWHERE_FROM = 4096  # numbers
+_CUT_ELSEWHERE_FROM = 1 << 20
 _REMEMBERED = 1024  # bytes of a JSON part, as binary requests have it
 _CALLS = 256
 
@@ -115,8 +117,12 @@ class Infer:
 
 
 def encodes_elsewhere(call: Call, layer: Layer) -> bool:
-    """Whether the reply is so much JSON that the event loop must not be the one that writes it."""
-    return not call.binary and call.rows * layer.spec.n >= _ENCODE_ELSEWHERE_FROM
+    """Whether the reply takes so long to write that the event loop must not be the one that does: much JSON,
+    or parts to be cut from many rows."""
+    numbers = call.rows * call.width(layer.spec.n)
+    return numbers >= (_CUT_ELSEWHERE_FROM if call.binary else _ENCODE_ELSEWHERE_FROM) and (
+        not call.binary or bool(call.columns)
+    )
 
 
 def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
@@ -125,6 +131,7 @@ def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
     if layer is None:
         if not engine.layers:
             engine.refuse_unless_ready()
+        _refuse_part(engine, name)
         known = sorted(engine.layers)
         shown = ", ".join(known[:5]) + (f", ... ({len(known)} in all)" if len(known) > 5 else "")
         raise WireError(
@@ -136,6 +143,21 @@ def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
         )
     _refuse_other(name, version, layer.version)
     return layer
+
+
+def _refuse_part(engine: Engine, name: str) -> None:
+    """Errors: `layer_unknown`, naming the fused layer of which `name` is a part."""
+    module, _, last = name.rpartition(".")
+    for layer in engine.layers.values():
+        of_module = layer.name.rpartition(".")[0] == module
+        if of_module and any(part.name == last for part in layer.spec.parts):
+            raise WireError(
+                "layer_unknown",
+                f"{name[:120]!r} is fused into layer {layer.name!r}; ask that for its output {last!r}",
+                status=404,
+                expected=layer.name,
+                got=name[:120],
+            )
 
 
 def _refuse_other(name: str, version: str | None, served: int) -> None:

@@ -56,6 +56,14 @@ class EagerBucket(BaseModel):
     reason: str
 
 
+class FusedPart(BaseModel):
+    """Columns start..stop of y, which the output `name` holds too."""
+
+    name: str
+    start: int
+    stop: int
+
+
 class ModelConfig(BaseModel):
     """A served layer in full: y[..., n] = x[..., k] @ W.T + b."""
 
@@ -65,6 +73,7 @@ class ModelConfig(BaseModel):
     n: int
     k: int
     bias: bool
+    parts: list[FusedPart] = Field(description="the layers that it is fused from (--fuse)")
     backend: str
     passed_over: list[PassedOver] = Field(
         description="better backends, and why they do not run this layer here"

@@ -10,7 +10,8 @@ from gemmwire.wire import Buffer, InferResponse, Tensor
 
 from .backends.base import LayerSpec
 from .backlog import Answer
-from .call import OUTPUT, Call
+from .call import Call
+from .outputs import OUTPUT, cut
 
 _TIMES = '"queue_us":{},"device_us":{}'
 _LONGEST_ID = 128  # of a request whose answer's text is remembered
@@ -20,6 +21,8 @@ def encode(
     call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None
 ) -> tuple[dict[str, str], list[Buffer]]:
     """-> (headers, buffers). `answer` None is the answer of no rows, which no device made."""
+    if call.columns:
+        return _several(call, spec, version, backend, answer)
     if answer is None:
         parameters: wire.Parameters = {"backend": backend}
         message = InferResponse(spec.name, str(version), (_y(call, spec.n, b""),), call.id, parameters)
@@ -38,6 +41,26 @@ def encode(
         spec.name, str(answer.version), (_y(call, spec.n, answer.data),), call.id, _parameters(answer)
     )
     return wire.encode_response(message, [call.binary])
+
+
+def _several(
+    call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None
+) -> tuple[dict[str, str], list[Buffer]]:
+    """The outputs that were asked for, cut from one y."""
+    data = b"" if answer is None else answer.data
+    outputs = tuple(
+        Tensor(
+            each.name,
+            call.datatype,
+            call.shape(each.stop - each.start),
+            cut(data, call.rows, spec.n, each),
+        )
+        for each in call.columns
+    )
+    parameters = {"backend": backend} if answer is None else _parameters(answer)
+    made_by = version if answer is None else answer.version
+    message = InferResponse(spec.name, str(made_by), outputs, call.id, parameters)
+    return wire.encode_response(message, [each.binary for each in call.columns])
 
 
 class _Text(NamedTuple):

@@ -8,7 +8,7 @@ not left to be found in a forward.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +16,26 @@ from torch import Tensor
 from gemmwire_service.mxfp8.weight import MxWeight
 
 
+class Part(NamedTuple):
+    """Columns start..stop of a fused layer's y, by the name of the layer that they were."""
+
+    name: str
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer before its weight is read: y [m, n] = x [m, k] @ W.T, plus a bias if it has one."""
+    """A layer before its weight is read: y [m, n] = x [m, k] @ W.T, plus a bias if it has one.
+
+    `parts`: the layers that it is fused from, along N and in order; none for any other.
+    """
 
     name: str
     n: int
     k: int
     bias: bool
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
