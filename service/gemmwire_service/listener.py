@@ -1,13 +1,20 @@
-"""The listening socket."""
+"""The listening sockets."""
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
+from pathlib import Path
 
 from .errors import SettingsError
 
 BACKLOG = 2048
+_UNIX_MODE = 0o660  # who may connect: the owner and the group
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -42,6 +49,66 @@ def url(listener: socket.socket, host: str) -> str:
     """Where a client on this machine reaches the listener."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def unix_listener(path: str) -> Iterator[socket.socket]:
+    """A listening Unix socket at `path`, and no file there once the block has ended.
+
+    A socket file that nobody listens behind, as a killed server leaves it, is replaced.
+    Errors: SettingsError for any other file there, a server that still listens, or a path that cannot be.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _remove_stale(path)
+        listener.bind(path)
+        os.chmod(path, _UNIX_MODE)
+        listener.listen(BACKLOG)
+    except SettingsError:
+        listener.close()
+        raise
+    except OSError as error:
+        listener.close()
+        raise _unusable(path, error.strerror or str(error)) from None
+    ours = os.stat(path)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        _unlink(path, ours)
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        kind = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise _unusable(path, "there is a file of that name, which is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        code = probe.connect_ex(path)
+    if code != errno.ECONNREFUSED:
+        raise _unusable(path, "another server listens there")
+    Path(path).unlink()
+
+
+def _unlink(path: str, ours: os.stat_result) -> None:
+    """Remove the file, unless another server has put its own there."""
+    try:
+        found = os.stat(path)
+        if (found.st_ino, found.st_dev) == (ours.st_ino, ours.st_dev):
+            Path(path).unlink()
+    except OSError:
+        pass
+
+
+def _unusable(path: str, why: str) -> SettingsError:
+    return SettingsError(
+        f"Cannot listen on the Unix socket {path!r} ({why}); choose another path with --uds, of at most "
+        "107 bytes, in a folder that exists",
+        got=path,
+    )
 
 
 def _refused(host: str, port: int, error: OSError) -> SettingsError:

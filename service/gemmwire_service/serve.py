@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from .errors import ServiceError
-from .listener import bind, is_loopback, url
+from .listener import bind, is_loopback, unix_listener, url
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -25,7 +27,15 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    listener = bind(settings.host, settings.port)
+    with ExitStack() as stack:
+        listeners = [bind(settings.host, settings.port)]
+        if settings.uds:
+            listeners.append(stack.enter_context(unix_listener(settings.uds)))
+        return _run(settings, listeners, began)
+
+
+def _run(settings: Settings, listeners: list[socket.socket], began: float) -> int:
+    listener = listeners[0]
     where = url(listener, settings.host)
     if not is_loopback(listener):
         log.warning(
@@ -48,7 +58,7 @@ def serve(settings: Settings) -> int:
     app = create_app(settings, on_loaded)
     server = make_server(app, settings)
     _stop_on_signals(server)
-    server.run(sockets=[listener])
+    server.run(sockets=listeners)
     return _status(app.state.engine.failure)
 
 

@@ -65,6 +65,7 @@ class Settings(BaseSettings):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:INDEX")
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    uds: str = Field("", description="path of a Unix socket to listen on, beside the port")
     max_bucket: int = Field(
         4096, ge=1, le=65536, description="largest M of one forward; more rows are chunked"
     )

@@ -175,3 +175,19 @@ def test_an_address_open_to_others_is_warned_about() -> None:
         running.send_signal(signal.SIGTERM)
         assert running.stderr is not None
         assert "access control" in running.stderr.read()
+
+
+def test_it_answers_on_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
+    path = tmp_path / "gemmwire.sock"
+    with process("--random-layer", "a=8x32", "--uds", str(path)) as (running, _):
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(20)
+            link.connect(str(path))
+            link.sendall(
+                b"POST /v2/models/a/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 64\r\n"
+                b"Inference-Header-Content-Length: 0\r\n\r\n" + bytes(64)
+            )
+            assert link.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 0
+    assert not path.exists()

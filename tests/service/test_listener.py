@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from gemmwire_service.errors import SettingsError
-from gemmwire_service.listener import bind, is_loopback, url
+from gemmwire_service.listener import bind, is_loopback, unix_listener, url
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,49 @@ def test_a_port_that_another_server_still_loads_behind_is_taken() -> None:
     """Guards: two servers that both say ready, of which one never gets a request."""
     with bind("127.0.0.1", 0) as first, pytest.raises(SettingsError, match="Cannot bind"):
         bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_unix_socket_is_for_the_owner_and_the_group_and_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with unix_listener(str(path)), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        assert path.stat().st_mode & 0o777 == 0o660
+    assert not path.exists()
+
+
+def test_a_unix_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with unix_listener(str(path)), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def test_a_unix_socket_of_a_server_that_runs_is_not_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with (
+        unix_listener(path),
+        pytest.raises(SettingsError, match="another server listens"),
+        unix_listener(path),
+    ):
+        pass
+
+
+def test_the_socket_of_a_later_server_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with unix_listener(str(path)):
+        path.unlink()
+        path.write_text("another's")
+    assert path.read_text() == "another's"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("file", "no socket"), ("missing/s", "No such file"), ("x" * 120, "too long")],
+    ids=["file", "no-folder", "too-long"],
+)
+def test_a_path_that_cannot_be_a_socket_is_refused(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(SettingsError, match=why), unix_listener(str(tmp_path / name)):
+        pass
+    assert (tmp_path / "file").read_text() == "precious"
