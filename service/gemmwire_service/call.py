@@ -72,8 +72,8 @@ def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: in
     if size > max_body:
         raise WireError(
             "answer_too_large",
-            f"The answer would have {size} bytes ({call.rows} rows of {call.width(spec.n)} {call.datatype}), the "
-            f"limit is {max_body}; send fewer rows at a time, or raise --max-body-bytes",
+            f"The answer would have {size} bytes ({call.rows} rows of {call.width(spec.n)} {call.datatype}), "
+            f"the limit is {max_body}; send fewer rows at a time, or raise --max-body-bytes",
             status=413,
             expected=f"<= {max_body}",
             got=size,
