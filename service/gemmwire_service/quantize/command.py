@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ def quantize(
             f"{source}: is no folder; name the folder of the model, which holds its config.json too",
             expected="a folder",
         )
+    folder = Path(os.path.abspath(folder))  # "." has no name, and a link is replaced and not followed
     check_apart(source, folder)
     check_replaceable(folder, force)
     checkpoint = SafetensorsCheckpoint(source, allow_unquantized=True)

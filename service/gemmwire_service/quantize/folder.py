@@ -42,6 +42,7 @@ def replacing(folder: Path, force: bool) -> Iterator[Path]:
     try:
         try:
             yield made
+            check_replaceable(folder, force)  # another may have made it in the meantime
             _take_place(made, folder)
         except OSError as error:
             raise OutputError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from gemmwire_service.__main__ import main
 from gemmwire_service.checkpoint import open_checkpoint
 from gemmwire_service.mxfp8.weight import MxWeight
-from gemmwire_service.quantize.declaration import DECLARATIONS
+from gemmwire_service.quantize.declaration import DECLARATIONS, declare
 from oracle import spread
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "checkpoints"
@@ -274,6 +274,37 @@ def test_the_source_is_never_replaced(name: str, source: Path, tmp_path: Path) -
     (tmp_path / "config.json").touch()
     assert run(source, source / name if name != "link" else tmp_path / "link", "--force") == 2
     assert list(tensors_of(source)) == list(floats())
+
+
+def test_two_that_write_at_once_do_not_replace_each_other(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards: a model replaced without --force, because it was not there when the work began."""
+    made = tmp_path / "made"
+
+    def slow(*arguments: Any) -> None:
+        declare(*arguments)
+        model(made, {"other": torch.ones(1)})
+
+    monkeypatch.setattr("gemmwire_service.quantize.command.declare", slow)
+    assert run(source, made) == 2
+    assert "--force replaces it" in capsys.readouterr().err
+    assert list(tensors_of(made)) == ["other"]
+
+
+def test_the_current_folder_and_a_link_can_be_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    assert run(source, ".") == 0
+    assert run(source, tmp_path / "link") == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["here", "link", "source", "there"]
+    assert (tmp_path / "here" / "model.safetensors").is_file()
+    assert not (tmp_path / "link").is_symlink()
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_an_empty_folder_is_filled(source: Path, tmp_path: Path) -> None:
