@@ -32,10 +32,10 @@ from gemmwire_service.backlog import Item
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.device import Device, Job
 from gemmwire_service.done import Done
-from gemmwire_service.graphs import Program, Statics
 from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.pipeline import Pipeline
+from gemmwire_service.program import Program, Statics
 from gemmwire_service.routes import Route, Routes
 from gemmwire_service.staging import DEPTH, give_back
 from gemmwire_service.timer import CudaTimer

@@ -1,14 +1,8 @@
-"""CUDA graphs: the forward of one bucket of a layer, captured once and then one call for the host.
-
-A graph holds addresses. So x and y of every layer lie in tensors that outlive the graphs, one x for each K
-and one y for each N of a device, which the forwards of all buckets share: they run one after the other. The
-weight is read where its backend keeps it, which a refit does not move.
-"""
+"""CUDA graphs: the forward of one bucket of a layer, captured once and then one call for the host."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,14 +10,13 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from .capture import Run, capture
 from .driver import driver
 from .layer import EagerBucket, GraphFacts, Layer
+from .mail import Mailbox
+from .program import Program, Statics
 from .replay_check import judge
-from .routes import Route
-from .streams import Streams
 from .tuning import reason, refuse_lost
 
 log = logging.getLogger("gemmwire.graphs")
@@ -31,100 +24,6 @@ log = logging.getLogger("gemmwire.graphs")
 _TIMED = 10
 WARM_UPS = 2  # what a first call loads, compiles or allocates must not happen in a capture
 MIB = 1 << 20
-
-
-@dataclass(eq=False)
-class StaticX:
-    """BF16 [rows, k_pad], flat. Rows from `filled` on are zero, and those between a bucket's m and its end
-    once `load` has run."""
-
-    flat: Tensor
-    k_pad: int
-    filled: int = 0
-
-    def __post_init__(self) -> None:
-        self._at = self.flat.data_ptr()
-        self._row = self.k_pad * self.flat.element_size()  # bytes
-
-    def rows(self, bucket: int) -> Tensor:
-        return self.flat[: bucket * self.k_pad].view(bucket, self.k_pad)
-
-    def load(self, streams: Streams, source: int, m: int, bucket: int) -> None:
-        """Rows 0..m from BF16 [m, k_pad] at an address, queued on the compute stream; m..bucket zero."""
-        streams.copy(self._at, source, m * self._row, streams.compute)
-        dirty = min(self.filled, bucket)
-        if m < dirty:
-            streams.zero(self._at + m * self._row, (dirty - m) * self._row, streams.compute)
-        if self.filled <= bucket:
-            self.filled = m
-
-    def spoil(self) -> None:
-        """Somebody wrote to it by another way."""
-        self.filled = self.flat.numel() // self.k_pad
-
-
-class Statics:
-    """The static x of each K and y of each N on one device, as large as its largest bucket."""
-
-    def __init__(self, device: torch.device, largest: int) -> None:
-        self._device = device
-        self._largest = largest
-        self._xs: dict[int, StaticX] = {}
-        self._ys: dict[int, Tensor] = {}
-
-    def x(self, k_pad: int) -> StaticX:
-        if k_pad not in self._xs:
-            self._xs[k_pad] = StaticX(self._zeros(k_pad), k_pad)
-        return self._xs[k_pad]
-
-    def y(self, n: int) -> Tensor:
-        """BF16 [largest * n], flat."""
-        if n not in self._ys:
-            self._ys[n] = self._zeros(n)
-        return self._ys[n]
-
-    def _zeros(self, width: int) -> Tensor:
-        with torch.inference_mode(False):  # such a tensor can be written to in any mode
-            return torch.zeros(self._largest * width, dtype=torch.bfloat16, device=self._device)
-
-
-@dataclass(eq=False)
-class Program:
-    """The forward of one bucket of one layer, from its static x to its static y [bucket, n], contiguous.
-
-    `run` queues it on the current stream: the replay of a graph where it is `captured`, else call by call.
-    """
-
-    bucket: int
-    n: int
-    x: StaticX
-    y: Tensor
-    out: Tensor  # [bucket, n_pad]; y itself where N needs no padding
-    eager: Run
-    run: Run
-    captured: bool = False
-    microseconds: float = math.inf  # of a replay
-
-    def __post_init__(self) -> None:
-        self.y_at = self.y.data_ptr()
-
-    @classmethod
-    def of(cls, route: Route, bucket: int, statics: Statics) -> Program:
-        weight = route.weight
-        x = statics.x(weight.k_pad)
-        out = statics.y(weight.n_pad)[: bucket * weight.n_pad].view(bucket, weight.n_pad)
-        y = out
-        if weight.n_pad != weight.n:
-            y = statics.y(weight.n)[: bucket * weight.n].view(bucket, weight.n)
-        eager = partial(_forward, route, x.rows(bucket), out, y)
-        return cls(bucket, weight.n, x, y, out, eager, eager)
-
-
-def _forward(route: Route, x: Tensor, out: Tensor, y: Tensor) -> None:
-    """Quantize, multiply, add the bias, mask, slice to N."""
-    route.backend.forward(x, route.weight, route.plan, out)
-    if y is not out:
-        y.copy_(out[:, : y.shape[1]])
 
 
 class Recorder(Protocol):
@@ -208,6 +107,7 @@ class Graphs:
     statics: Statics
     recorder: Recorder
     budget: int
+    mail: Mailbox | None = None
     used: int = 0
     _pool: int = 0  # the largest need that was captured
     _each: int = field(default=0)  # bytes of the last graph, as a guess at the next
@@ -239,6 +139,10 @@ class Graphs:
         """Eager runs, and the bytes that the last one allocated on its way."""
         for _ in range(WARM_UPS):
             program.eager()
+        if self.mail is not None and program.small:
+            posted = _posted(self.mail, program, partial(program.mailed, self.mail))
+            for _ in range(WARM_UPS):
+                posted()
         return self.recorder.transient(program.eager)
 
     def _try(self, program: Program, need: int) -> str | None:
@@ -246,15 +150,19 @@ class Graphs:
         if self.used >= self.budget:
             return f"the graphs before it took {self.used} of {self.budget} bytes (--graph-budget-bytes)"
         before = self.recorder.used()
+        mail = self.mail if program.small else None
         try:
-            replay = self.recorder.record(program.eager)
+            replay = self.recorder.record(program.eager if mail is None else partial(program.mailed, mail))
             taken = max(0, self.recorder.used() - before)
-            judge(program.x, program.y, program.bucket, program.eager, replay)
+            trial = replay if mail is None else _posted(mail, program, replay)
+            judge(program.x, program.y, program.bucket, program.eager, trial)
         except Exception as error:  # a bucket without its graph is slower, and serves
             refuse_lost(self.device, error)
+            if mail is not None:
+                mail.restart()
             return reason(error)
-        program.run, program.captured = replay, True
-        program.microseconds = self.recorder.microseconds(replay)
+        program.run, program.captured, program.mail = replay, True, mail
+        program.microseconds = self.recorder.microseconds(trial)
         self._each = max(0, taken - max(0, need - self._pool))
         self._pool = max(self._pool, need)
         self.used += taken
@@ -266,6 +174,20 @@ class Graphs:
             f"{self.budget / MIB:.0f} MiB for graphs {self.used / MIB:.0f} are used; raise "
             "--graph-budget-bytes"
         )
+
+
+def _posted(mail: Mailbox, program: Program, run: Run) -> Run:
+    """A run that takes the x that is there and gives y back, by way of other memory."""
+    x, y = program.x.rows(program.bucket), program.y
+    source, target = torch.empty_like(x), torch.empty_like(y)
+
+    def posted() -> None:
+        source.copy_(x)
+        mail.post(source.data_ptr(), target.data_ptr(), x.numel(), y.numel())
+        run()
+        y.copy_(target)
+
+    return posted
 
 
 def _tell(name: str, eager: dict[int, str]) -> None:

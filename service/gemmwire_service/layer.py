@@ -10,7 +10,7 @@ from .routes import Routes
 from .stats import LayerStats
 
 if TYPE_CHECKING:
-    from .graphs import Program
+    from .program import Program
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from .backlog import Answer, Item
 from .buckets import Ladder
 from .capture import capture_stream
 from .done import Done, answer
-from .graphs import CudaRecorder, Graphs, Program, Statics
+from .graphs import CudaRecorder, Graphs
 from .layer import Layer
+from .mail import mailbox
+from .program import Program, Statics
 from .staging import DEPTH, Slot, Staging, arrived, give_back, lend
 from .stats import BatchTimes
 from .streams import CudaStreams, Streams
@@ -47,8 +49,9 @@ class Machine:
     def of(cls, device: torch.device, ladder: Ladder, graph_budget: int) -> Machine:
         stream = capture_stream(device)
         statics = Statics(device, ladder.largest)
-        graphs = Graphs(device, statics, CudaRecorder(device, stream), graph_budget)
-        return cls(CudaStreams(device, stream), graphs)
+        streams = CudaStreams(device, stream)
+        recorder = CudaRecorder(device, stream)
+        return cls(streams, Graphs(device, statics, recorder, graph_budget, mailbox(device)))
 
 
 class Pipeline:
@@ -66,7 +69,7 @@ class Pipeline:
     def capture(self, layer: Layer) -> None:
         """Programs for a layer that is not served yet. Errors: as `Graphs.capture`."""
         layer.programs = self._machine.graphs.capture(layer)
-        widest = max(max(program.x.k_pad, program.n) for program in layer.programs.values())
+        widest = max(program.widest for program in layer.programs.values())
         self._staging.make_room(self._ladder.largest * widest)
 
     def allocate(self) -> None:
@@ -180,13 +183,11 @@ class Pipeline:
     def compute(self, layer: Layer, x: Tensor) -> Tensor:
         """x [m, K], at most a bucket -> y BF16 [m, N] on the CPU. Nothing may be under way."""
         program = self._program(layer, len(x))
-        rows = torch.zeros(len(x), program.x.k_pad, dtype=torch.bfloat16)
-        rows[:, : layer.spec.k] = x
-        program.x.rows(program.bucket).zero_()
-        program.x.rows(len(x)).copy_(rows)
-        program.x.spoil()
-        program.run()
-        return program.y[: len(x)].cpu()
+        flight = self._staging.send(program, len(x), partial(_fill_rows, x, program.x.k_pad))
+        self._staging.receive()
+        y = arrived(flight).clone()
+        give_back(flight)
+        return y
 
     def _program(self, layer: Layer, rows: int) -> Program:
         bucket = self._ladder.bucket_for(rows)

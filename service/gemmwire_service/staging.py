@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .graphs import Program
+from .mail import Mailbox
+from .program import BF16, Program
 from .streams import Streams
 
 log = logging.getLogger("gemmwire.staging")
@@ -27,8 +28,6 @@ SMALL = 1 << 19  # elements; a batch below it takes a small slot
 SPARE_SMALL = 32  # small slots whose answers may be lent
 SPARE_LARGE = 2
 _LEND_FROM = 32 << 10  # bytes; a smaller answer is copied sooner than it is lent
-
-_BF16 = 2  # bytes
 
 Fill = Callable[["Slot"], None]
 
@@ -79,7 +78,7 @@ class Flight:
     @property
     def nbytes(self) -> int:
         """Of y."""
-        return _BF16 * self.rows * self.program.n
+        return BF16 * self.rows * self.program.n
 
 
 class Ring:
@@ -126,7 +125,7 @@ def _copy(outlet: Outlet, nbytes: int) -> memoryview:
     if nbytes < _LEND_FROM:
         return memoryview(outlet.raw[:nbytes].tobytes())
     # torch lets go of the interpreter while it copies.
-    data: memoryview = outlet.host[: nbytes // _BF16].clone().view(torch.uint8).numpy().data
+    data: memoryview = outlet.host[: nbytes // BF16].clone().view(torch.uint8).numpy().data
     return data
 
 
@@ -156,8 +155,9 @@ class Staging:
 
     def allocate(self) -> None:
         """Make or enlarge the rings. Nothing may be under way."""
-        if self._small is None:
-            self._small = Ring(self._streams, min(SMALL, self._needed), SPARE_SMALL)
+        small = min(SMALL, self._needed)
+        if self._small is None or self._small.capacity < small:
+            self._small = Ring(self._streams, small, SPARE_SMALL)
         if self._needed <= self._small.capacity:
             return
         if self._large is None or self._large.capacity < self._needed:
@@ -169,11 +169,11 @@ class Staging:
         return len(self.flights) >= DEPTH or self._ring(program, rows).full
 
     def _ring(self, program: Program, rows: int) -> Ring:
-        needed = rows * max(program.x.k_pad, program.n)
+        needed = rows * program.widest
         for ring in (self._small, self._large):
             if ring is not None and needed <= ring.capacity:
                 return ring
-        self.make_room(program.bucket * max(program.x.k_pad, program.n))
+        self.make_room(program.bucket * program.widest)
         self.allocate()
         return self._ring(program, rows)
 
@@ -187,17 +187,34 @@ class Staging:
         flight = Flight(program, rows, slot, outlet, ring)
         try:
             fill(slot)
-            if self.flights:
+            if program.mail is not None:
+                self._pass_by_mail(flight, program.mail)
+            elif self.flights:
                 self._pass_through(flight)
             else:
                 self._pass_alone(flight)
         except BaseException:
             program.x.spoil()
-            self._streams.synchronize_all()
+            self._settle(program.mail)
             ring.give_back(slot, outlet)
             raise
         self.flights.append(flight)
         return flight
+
+    def _settle(self, mail: Mailbox | None) -> None:
+        """After a failure: nothing runs any more, and what was posted for is forgotten."""
+        self._streams.synchronize_all()
+        if mail is not None:
+            mail.restart()
+            self._streams.synchronize_all()
+
+    def _pass_by_mail(self, flight: Flight, mail: Mailbox) -> None:
+        """The graph copies for itself."""
+        program, slot, rows = flight.program, flight.slot, flight.rows
+        mail.post(slot.host_at, flight.outlet.host_at, rows * program.x.k_pad, rows * program.n)
+        program.run()
+        self._streams.record(slot.done, self._streams.compute)
+        program.x.loaded(rows, program.bucket)
 
     def _pass_alone(self, flight: Flight) -> None:
         """On one stream: there is nothing to overlap with, and going from one to another takes time."""
@@ -210,7 +227,7 @@ class Staging:
     def _pass_through(self, flight: Flight) -> None:
         """Copied in and out beside the batches before and after it, by way of device memory of its own."""
         program, slot, streams = flight.program, flight.slot, self._streams
-        streams.copy(slot.x_at, slot.host_at, _BF16 * flight.rows * program.x.k_pad, streams.copy_in)
+        streams.copy(slot.x_at, slot.host_at, BF16 * flight.rows * program.x.k_pad, streams.copy_in)
         streams.record(slot.copied, streams.copy_in)
         streams.wait(streams.compute, slot.copied)
         program.x.load(streams, slot.x_at, flight.rows, program.bucket)

@@ -62,6 +62,7 @@ def test_every_bucket_is_a_graph_and_answers_as_the_eager_forward(
             assert layer.graphs is not None
             assert layer.graphs.eager == ()
             assert all(layer.has_graph(bucket) for bucket in LADDER.buckets)
+            assert all(program.mail is not None for program in layer.programs.values() if program.small)
             for m in (1, 2, 3, 5, 8, 9, 64, 65, 200, 256):
                 x = rows(m, layer, m)
                 expected = eager(layer, x, LADDER.bucket_for(m), device)

@@ -13,9 +13,10 @@ from gemmwire_service.backends.emulation import Emulation
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.capture import Run
 from gemmwire_service.control import _config
-from gemmwire_service.graphs import Graphs, StaticX, fitting
+from gemmwire_service.graphs import Graphs, fitting
 from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
+from gemmwire_service.program import StaticX
 from on_device import served_layer
 from oracle import spread
 from scripted_cuda import ScriptedRecorder, ScriptedStreams, machine

@@ -56,7 +56,7 @@ async def rig(took: float = 20.0, seed: int = 0) -> AsyncIterator[Rig]:
     layers: dict[str, Layer] = {}
 
     def make() -> Machine:
-        made.append(machine(LADDER, seed=seed, took=took))
+        made.append(machine(LADDER, seed=seed, mail=seed % 2 == 1, took=took))
         return made[0]
 
     def load(device: Device) -> Iterable[Layer]:

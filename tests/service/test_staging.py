@@ -28,7 +28,10 @@ SHAPES = ((34, 96), (64, 33), (96, 128))
 
 @contextmanager
 def served(
-    seed: int = 0, ladder: Ladder = LADDER, shapes: tuple[tuple[int, int], ...] = SHAPES
+    seed: int = 0,
+    ladder: Ladder = LADDER,
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    mail: bool = False,
 ) -> Iterator[tuple[Rig, list[Layer], ScriptedStreams]]:
     """Layers behind a device whose streams run late."""
     layers = [
@@ -38,7 +41,7 @@ def served(
     made: list[Machine] = []
 
     def make() -> Machine:
-        made.append(machine(ladder, seed=seed))
+        made.append(machine(ladder, seed=seed, mail=mail))
         return made[0]
 
     with running(CPU, ladder, machine=make) as rig:
@@ -57,11 +60,12 @@ def same(y: Tensor, expected: Tensor, what: str = "") -> None:
     assert torch.equal(y.view(torch.int16), expected.view(torch.int16)), what
 
 
+@pytest.mark.parametrize("mail", [False, True], ids=["copied", "mailed"])
 @pytest.mark.parametrize("seed", range(8))
-def test_batches_under_way_each_get_their_own_rows(seed: int) -> None:
+def test_batches_under_way_each_get_their_own_rows(seed: int, mail: bool) -> None:
     """Guards: a missing event between two streams, or memory that two batches use at one time."""
     generator = random.Random(seed)
-    with served(seed) as (rig, layers, _):
+    with served(seed, mail=mail) as (rig, layers, _):
         for _ in range(3):
             items, expected = [], []
             for number in range(60):
@@ -75,9 +79,10 @@ def test_batches_under_way_each_get_their_own_rows(seed: int) -> None:
                 assert torch.equal(got, y.to(got.dtype)), f"seed {seed}, {item.layer.name}, m={len(x)}"
 
 
+@pytest.mark.parametrize("mail", [False, True], ids=["copied", "mailed"])
 @pytest.mark.parametrize("seed", range(4))
-def test_chunks(seed: int) -> None:
-    with served(seed) as (rig, layers, _):
+def test_chunks(seed: int, mail: bool) -> None:
+    with served(seed, mail=mail) as (rig, layers, _):
         for layer in layers:
             x = rows(43, layer, seed)
             expected = torch.cat([eager(layer, part, 8, CPU) for part in x.split(8)])
@@ -143,9 +148,10 @@ def test_a_part_of_an_answer_keeps_its_memory() -> None:
         same(kept, was)
 
 
-def test_a_batch_that_fails_gives_its_memory_back(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mail", [False, True], ids=["copied", "mailed"])
+def test_a_batch_that_fails_gives_its_memory_back(mail: bool) -> None:
     """Guards: a server that stops after as many failures as it has slots."""
-    with served() as (rig, layers, streams):
+    with served(mail=mail) as (rig, layers, streams):
         x = rows(3, layers[0])
         for _ in range(10):
             streams.failing = RuntimeError("not this time")
