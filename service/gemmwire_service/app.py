@@ -56,7 +56,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
 
     `on_loaded` hears, on the event loop, that loading has ended, well or not (`engine.failure`).
     """
-    engine, device, ladder = make_engine(settings, on_loaded)
+    engine, _, device, ladder = make_engine(settings, on_loaded)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -116,6 +116,10 @@ class Device:
         """Have the rest of this thread's life run in a context; called by a job."""
         self._contexts.enter_context(context)
 
+    def leave(self) -> None:
+        """Leave every context entered so far; called by a job."""
+        self._contexts.close()
+
     def _jobs(self) -> Iterator[Job]:
         """Run batches until the queue ends; yield each job once the requests before it are done."""
         while True:

@@ -43,7 +43,10 @@ class GraphFacts:
 
 @dataclass
 class Layer:
-    """Changed by the device thread alone once it is served; the event loop reads it."""
+    """Changed by the device thread alone once it is served; the event loop reads it.
+
+    `model`: the name of the checkpoint that it is of, "" where that has none.
+    """
 
     spec: LayerSpec
     routes: Routes
@@ -54,6 +57,7 @@ class Layer:
     graphs: GraphFacts | None = None  # None on a CPU, which has none
     programs: dict[int, Program] = field(default_factory=dict)  # by bucket, on a CUDA device
     stats: LayerStats = field(default_factory=LayerStats)
+    model: str = ""
 
     @property
     def name(self) -> str:

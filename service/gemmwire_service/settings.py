@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from .errors import SettingsError
+from .fusing import Rule, read_rules
 
 PREFIX = "GEMMWIRE_"
 DEMO = "demo=glassllm"
@@ -57,6 +58,14 @@ class Settings(BaseSettings):
         (),
         description="unquantized model to hold an MXFP8 checkpoint against: [NAME=]DIR_OR_FILE, NAME as in "
         "--model; may be repeated",
+    )
+    fuse: Texts = Field(
+        (),
+        description="layers to fuse into one along N, each an output of its own: qkv, gate_up or "
+        "NAME=PART+PART; may be repeated",
+    )
+    model_root: str = Field(
+        "", description="folder whose checkpoints can be loaded and unloaded while the server runs"
     )
     random_layer: Texts = Field((), description="random layer to serve: NAME=NxK; may be repeated")
     backend: str = Field(
@@ -100,7 +109,7 @@ class Settings(BaseSettings):
     )
     log_level: LogLevel = Field("info", description="critical, error, warning, info or debug")
 
-    @field_validator("model", "reference", "random_layer", mode="before")
+    @field_validator("model", "reference", "fuse", "random_layer", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
@@ -114,7 +123,7 @@ class Settings(BaseSettings):
 
     def sources(self) -> tuple[ModelSource, ...]:
         """The checkpoints to serve; the embedded demo where nothing is named. Errors: SettingsError."""
-        texts = self.model or (() if self.random_layer else (DEMO,))
+        texts = self.model or (() if self.random_layer or self.model_root else (DEMO,))
         return tuple(_source(text) for text in texts)
 
     def references(self) -> dict[str, str]:
@@ -131,6 +140,10 @@ class Settings(BaseSettings):
                 )
             found[source.name] = source.path
         return found
+
+    def fuse_rules(self) -> tuple[Rule, ...]:
+        """Errors: SettingsError."""
+        return read_rules(self.fuse)
 
     def random_layers(self) -> tuple[RandomLayer, ...]:
         return tuple(_random(text) for text in self.random_layer)

@@ -39,7 +39,8 @@ class LayerShape(NamedTuple):
 class Probe:
     """What the unquantized layer answers to a few fixed rows, so that a server can state its error without W.
 
-    x is BF16 [4, K]; y is FP32 [4, N], x @ W.T + b computed in FP32 from the weight as it was stored.
+    x is BF16 [4, K]; y is FP32 [4, N], x @ W.T + b computed in FP32 from the weight as it was stored. A fused
+    layer has the rows of each of its parts, and NaN for what the other parts answer to them.
     """
 
     x: Tensor
