@@ -338,13 +338,14 @@ class Connection(asyncio.BufferedProtocol):
     def _message(self, reply: Reply, head: Head, keep_alive: bool) -> list[wire.Buffer]:
         size = wire.buffers_size(reply.buffers)
         fields = "".join([f"{name}: {value}\r\n" for name, value in reply.headers.items()])
+        fields += f"content-length: {size}\r\n"
         identity = request_id(head.headers)
         if identity:
             fields += f"x-request-id: {identity}\r\n"
         if not keep_alive:
             fields += "connection: close\r\n"
         start = self._lane.start(reply.status, self._state.default_headers)
-        lines = start + f"{fields}content-length: {size}\r\n\r\n".encode()
+        lines = start + f"{fields}\r\n".encode()
         whole: list[wire.Buffer] = [lines, *reply.buffers]
         return [b"".join(whole)] if size < _JOIN_BELOW else whole
 

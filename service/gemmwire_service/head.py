@@ -44,9 +44,11 @@ class _Collector:
     """What the parser calls back."""
 
     def __init__(self) -> None:
+        self.parser: Any = httptools.HttpRequestParser(self)
         self.url = b""
         self.fields: list[tuple[bytes, bytes]] = []
         self.complete = False
+        self.keep_alive = False
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -56,18 +58,23 @@ class _Collector:
 
     def on_headers_complete(self) -> None:
         self.complete = True
+        # Here, as uvicorn asks it: a parser that is through with a message has forgotten.
+        self.keep_alive = self.parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        """The parser saw the head end before we did; only one of us is right."""
+        self.complete = False
 
 
 def _parse(head: bytes) -> Head | None:
     found = _Collector()
-    parser = httptools.HttpRequestParser(found)
     try:
-        parser.feed_data(head)
+        found.parser.feed_data(head)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
     path = _PATH.fullmatch(found.url)
     headers = dict(found.fields)
-    if path is None or not found.complete or parser.get_http_version() != "1.1":
+    if path is None or not found.complete or found.parser.get_http_version() != "1.1":
         return None
     if len(headers) != len(found.fields) or any(name in headers for name in _NOT_PLAIN):
         return None
@@ -75,7 +82,7 @@ def _parse(head: bytes) -> Head | None:
     if length is None or _json_bytes(headers, int(length)) >= PARSE_ELSEWHERE_FROM:
         return None
     version = path[2].decode() if path[2] is not None else None
-    return Head(path[1].decode(), version, headers, int(length), tensor_offset(headers), _keep_alive(parser))
+    return Head(path[1].decode(), version, headers, int(length), tensor_offset(headers), found.keep_alive)
 
 
 _remembered = lru_cache(maxsize=256)(_parse)
@@ -84,8 +91,3 @@ _remembered = lru_cache(maxsize=256)(_parse)
 def _json_bytes(headers: Headers, length: int) -> int:
     """How much of the body is JSON, as far as its sender says."""
     return tensor_offset(headers) if HEADER_LENGTH in headers else length
-
-
-def _keep_alive(parser: Any) -> bool:
-    keep: bool = parser.should_keep_alive()
-    return keep
