@@ -45,6 +45,9 @@ BUCKETS = Ladder().buckets
 ROUNDS = 5
 M, N, K = 16, 4096, 4096
 IN_FLIGHT = 8
+MOST_ALONE_US = 40.0
+LEAST_GAIN = 2.5  # of eight in flight over one
+LEAST_OF_ECHO = 0.7
 
 
 def kernel_target(m: int) -> float | None:
@@ -235,13 +238,25 @@ def kernel_table(rows: Sequence[KernelRow]) -> str:
 
 def host_table(rows: Sequence[HostRow]) -> str:
     lines = [f"| x [{M}, {K}], W [{N}, {K}] | p50 | requests/s |", "| --- | ---: | ---: |"]
-    lines += [f"| {row.what} | {row.p50:.1f} us | {row.per_second:.0f} |" for row in rows]
+    for row in rows:
+        p50 = f"{row.p50:.1f} us" if row.p50 else ""
+        lines.append(f"| {row.what} | {p50} | {row.per_second:.0f} |")
+    alone, shared, one, many = rows[0], rows[2], rows[3], rows[4]
+    gains = f"{shared.per_second / alone.per_second:.1f} and {many.per_second / one.per_second:.1f} times"
+    lines += [
+        "",
+        f"One at a time: {alone.p50:.1f} us (at most {MOST_ALONE_US}). Eight in flight have {gains} the "
+        f"throughput of one, without and with the queue (at least {LEAST_GAIN}).",
+    ]
     return "\n".join(lines)
 
 
 def http_table(rows: Sequence[HttpRow]) -> str:
     lines = ["| HTTP, 8 clients | requests/s | p50 | p99 |", "| --- | ---: | ---: | ---: |"]
     lines += [f"| {row.what} | {row.per_second:.0f} | {row.p50:.0f} us | {row.p99:.0f} us |" for row in rows]
+    if rows:
+        share = rows[0].per_second / rows[1].per_second
+        lines += ["", f"Eight clients: {share:.2f} of the echo's rate (at least {LEAST_OF_ECHO})."]
     return "\n".join(lines)
 
 

@@ -153,7 +153,6 @@ class Graphs:
         mail = self.mail if program.small else None
         try:
             replay = self.recorder.record(program.eager if mail is None else partial(program.mailed, mail))
-            taken = max(0, self.recorder.used() - before)
             trial = replay if mail is None else _posted(mail, program, replay)
             judge(program.x, program.y, program.bucket, program.eager, trial)
         except Exception as error:  # a bucket without its graph is slower, and serves
@@ -163,6 +162,8 @@ class Graphs:
             return reason(error)
         program.run, program.captured, program.mail = replay, True, mail
         program.microseconds = self.recorder.microseconds(trial)
+        del trial  # it holds memory of its own
+        taken = max(0, self.recorder.used() - before)  # a graph takes some at its first replay
         self._each = max(0, taken - max(0, need - self._pool))
         self._pool = max(self._pool, need)
         self.used += taken
