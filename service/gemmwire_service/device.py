@@ -34,6 +34,7 @@ log = logging.getLogger("gemmwire.device")
 _NOW_BELOW = 1 << 24
 _READ_ONCE = 16
 _WRITE_ONCE = 256
+_EFFICIENT = 64  # rows from which a CPU's matmul takes a time in proportion to them
 
 GRAPH_BUDGET = 4 << 30  # bytes
 
@@ -67,7 +68,7 @@ class Device:
         self._contexts = ExitStack()
         self._turn = threading.Lock()  # held by whoever computes
         self._queue: SimpleQueue[Item | Job | None] = SimpleQueue()
-        self._backlog = Backlog(ladder.largest)
+        self._backlog = Backlog(_together(device, ladder))
         self._host = Host(ladder)
         if machine is None and device.type == "cuda":
             machine = lambda: Machine.of(device, ladder, graph_budget)  # noqa: E731
@@ -308,6 +309,16 @@ class Device:
         """x [m, K] -> y BF16 [m, N], each rows of at most the largest bucket as a request would get them."""
         compute = self._host.compute if self._pipeline is None else self._pipeline.compute
         return torch.cat([compute(layer, rows) for rows in x.split(self.ladder.largest)])
+
+
+def _together(device: torch.device, ladder: Ladder) -> int:
+    """Up to how many rows the requests of one forward may have.
+
+    On a CPU a row of a larger forward costs no less, and while it runs the answers of a smaller one are sent.
+    """
+    if device.type != "cpu" or ladder.largest <= _EFFICIENT:
+        return ladder.largest
+    return ladder.bucket_for(_EFFICIENT)
 
 
 _END = object()
