@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gemmwire_service.backends.base import Backend, Plan
 from gemmwire_service.backends.emulation import Emulation
+from gemmwire_service.backends.emulation_e4m3 import EmulationE4m3
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.mxfp8.weight import MxWeight
 from kernels import (
@@ -58,7 +59,7 @@ def test_exact_data_with_a_bias(backend: Backend, device: torch.device, shape: t
 
 def with_bias(backend: Backend, exact: Tensor, bias: Tensor) -> Tensor:
     """Emulation rounds once; a kernel writes BF16, to which the bias is added in FP32 and rounded again."""
-    if isinstance(backend, Emulation):
+    if isinstance(backend, Emulation | EmulationE4m3):
         return rounded_once(exact + bias.double())
     return (rounded_once(exact).float() + bias).to(torch.bfloat16)
 
