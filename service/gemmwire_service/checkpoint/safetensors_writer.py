@@ -42,7 +42,6 @@ class SafetensorsWriter:
         self._places = dict(_places(ordered))
         header = _header(ordered, self._places, metadata)
         self._data = PREFIX + len(header)
-        self._end = self._data + sum(tensor.nbytes for tensor in ordered)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         self._write(len(header).to_bytes(PREFIX, "little") + header, 0)
 
@@ -54,7 +53,7 @@ class SafetensorsWriter:
     ) -> None:
         try:
             if kind is None:
-                self._complete()
+                os.fsync(self._file)
         finally:
             os.close(self._file)
 
@@ -73,11 +72,6 @@ class SafetensorsWriter:
             done = 0
             while done < len(view):
                 done += os.pwrite(self._file, view[done:], position + done)
-
-    def _complete(self) -> None:
-        """On the disk, and as long as the header says: an empty tensor at the end writes no byte."""
-        os.ftruncate(self._file, self._end)
-        os.fsync(self._file)
 
 
 def _places(tensors: Iterable[NewTensor]) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -44,6 +44,17 @@ def test_padding_of_a_declared_format_is_cut_off(shape: tuple[int, int], fill: i
     assert torch.equal(open_checkpoint(tmp_path).read("m").weight.scales, scales)
 
 
+@pytest.mark.parametrize("place", [(0, 3), (4, 3), (5, 0), (6, 3)], ids=str)
+def test_a_scale_where_padding_is_expected_is_no_padding(place: tuple[int, int], tmp_path: Path) -> None:
+    """Guards: a look at the rows below, or the columns beside, alone."""
+    padded = torch.zeros(7, 4, dtype=torch.uint8)
+    padded[:5, :3] = distinct(5, 3)
+    padded[place] = 1
+    saved(tmp_path, {"m.weight": codes(5, 96), "m.weight_scale": padded}, MODELOPT)
+    with pytest.raises(CheckpointError, match="this is no padding but another layout"):
+        open_checkpoint(tmp_path).read("m")
+
+
 def test_padding_that_nothing_declares_is_refused(tmp_path: Path) -> None:
     """Guards: a guess from a shape: a swizzled layout has the same."""
     padded = torch.zeros(128, 4, dtype=torch.uint8)
@@ -146,6 +157,14 @@ def test_modules_of_another_quantization_are_skipped(tmp_path: Path) -> None:
 def test_a_quantized_file_without_a_config_says_what_is_assumed(tmp_path: Path) -> None:
     saved(tmp_path, {"m.weight": codes(4, 64), "m.weight_scale": distinct(4, 2)}, None)
     assert "no config.json declares a quantization" in open_checkpoint(tmp_path).notes[0]
+
+
+def test_float_layers_beside_quantized_ones_are_asked_for_without_a_declaration_too(tmp_path: Path) -> None:
+    """Guards: what its maker left unquantized, quantized because the config.json was not copied along."""
+    tensors = {"m.weight": codes(4, 64), "m.weight_scale": distinct(4, 2), "head.weight": torch.ones(4, 64)}
+    saved(tmp_path, tensors, None)
+    assert open_checkpoint(tmp_path).names() == ("m",)
+    assert open_checkpoint(tmp_path, allow_unquantized=True).names() == ("head", "m")
 
 
 def test_a_checkpoint_that_is_declared_quantized_and_is_not_says_how_to_serve_it(tmp_path: Path) -> None:

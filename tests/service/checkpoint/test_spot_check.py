@@ -83,6 +83,15 @@ def test_one_wrong_row_in_fifty_is_caught(tmp_path: Path) -> None:
         checked(tmp_path, made.codes, made.scales, original).read("m")
 
 
+def test_the_rows_that_are_compared_lie_all_over_the_layer(tmp_path: Path) -> None:
+    """Guards: a look at the first rows alone, which a shard of another model does not hold."""
+    original = weight(1000, 64)
+    made = MxWeight.from_float(original)
+    made.scales[900:] += 1
+    with pytest.raises(CheckpointError, match=r": 26 of 256 blocks of 32"):
+        checked(tmp_path, made.codes, made.scales, original).read("m")
+
+
 def test_another_model_is_caught(tmp_path: Path) -> None:
     made = MxWeight.from_float(weight(128, 128))
     other = weight(128, 128).roll(1, 0)

@@ -99,6 +99,15 @@ def test_a_nan_code_is_refused_with_its_place(byte: int) -> None:
         MxWeight.from_mxfp8(with_byte(codes, 2, 63, byte), scales)
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_nan_code_is_seen_at_the_end_of_a_large_weight(code: int) -> None:
+    """Guards: a look at the first piece alone; the codes are looked at in pieces."""
+    codes, scales = codes_and_scales(1025, 512)
+    as_bytes(codes)[1024, 511] = code
+    with pytest.raises(CheckpointError, match=rf"codes\[1024, 511\] is {code:#04x}"):
+        MxWeight.from_mxfp8(codes, scales)
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.uint8, E8M0], ids=["u8", "e8m0"])
 def test_a_nan_scale_is_refused_with_its_place(scale_dtype: torch.dtype) -> None:
     """Guards: 0xFF read as 2^128."""

@@ -195,6 +195,19 @@ def test_a_quantized_checkpoint_is_brought_into_another_format(name: str, tmp_pa
     assert sorted(tensors_of(tmp_path / "made")) == sorted(tensors_of(FIXTURES / "modelopt"))
 
 
+def test_a_layer_that_is_quantized_already_stays_so_whatever_the_patterns(tmp_path: Path) -> None:
+    """Guards: E4M3 codes copied without their scales, in a list of what is not quantized."""
+    head = MxWeight.from_float(spread(8, 64))
+    source = model(
+        tmp_path / "source",
+        {"lm_head.weight": head.codes, "lm_head.weight_scale_inv": head.scales, **floats(1)},
+        quantization_config={"quant_method": "mxfp8"},
+    )
+    assert run(source, tmp_path / "made") == 0
+    assert config_of(tmp_path / "made")["quantization_config"]["ignore"] == []
+    assert torch.equal(tensors_of(tmp_path / "made")["lm_head.weight_scale"], head.scales)
+
+
 def test_what_stays_unquantized_is_declared_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards: an engine that looks for the scales of a layer that has none."""
     weights = floats(2) | {
