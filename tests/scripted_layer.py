@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from gemmwire import Client, wire
+from gemmwire import Client, GemmwireError, wire
 from gemmwire.http1 import Reply, Request
 from scripted_server import Served, Session, answer
 
@@ -57,6 +58,11 @@ class Recorded:
         self.requests.append(request)
         self.timeouts.append(timeout)
         return self.reply
+
+    def send_all(
+        self, requests: Sequence[Request], timeout: float | None, at_once: int
+    ) -> list[Reply | GemmwireError]:
+        return [self.send(request, timeout) for request in requests]
 
     def close(self) -> None:
         pass

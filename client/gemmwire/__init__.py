@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .async_client import AsyncClient
     from .client import Client
     from .errors import (
         BadRequest,
@@ -34,11 +35,15 @@ if TYPE_CHECKING:
         WireError,
     )
     from .facts import Answer, LayerInfo, Refitted, ServerInfo
+    from .retries import Retries
+    from .tls import TLS
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "Answer",
+    "AsyncClient",
     "BadRequest",
     "Client",
     "Conflict",
@@ -53,6 +58,7 @@ __all__ = [
     "Overloaded",
     "RefitIncomplete",
     "Refitted",
+    "Retries",
     "ServerError",
     "ServerFailed",
     "ServerInfo",
@@ -66,11 +72,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncClient": "async_client",
     "Client": "client",
     "Answer": "facts",
     "LayerInfo": "facts",
     "Refitted": "facts",
+    "Retries": "retries",
     "ServerInfo": "facts",
+    "TLS": "tls",
 }
 
 

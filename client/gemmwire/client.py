@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from . import arguments
 from .base import BaseClient, Exchange
-from .errors import GemmwireError, InvalidArgument, RefitIncomplete
+from .calls import RETRIED, Call
+from .errors import GemmwireError, RefitIncomplete
 from .facts import Answer, LayerInfo, Refitted, ServerInfo
+from .http1 import Reply
+from .retries import Retries
+from .tls import TLS, context_for
 from .transport import HTTPTransport, Transport
 from .weights import Weights
+
+if TYPE_CHECKING:
+    import ssl
 
 T = TypeVar("T")
 
@@ -19,8 +28,10 @@ class Client(BaseClient):
     """A client of one server, safe to share between threads.
 
     `url` is http or https, with a path where the server stands behind one. `timeout` (seconds, None: none) is
-    for all that a call waits for. `headers` go with every request. At most `max_connections` are open at a
-    time; a call beyond them waits for one. `transport` replaces the network, for tests.
+    for all that a call waits for, its retries included. `api_key` and `headers` go with every request.
+    `retries`: how often a call that failed in passing is made again, a number or `Retries`. `tls`: whom https
+    trusts, a `TLS` or an ssl.SSLContext. At most `max_connections` are open at a time; a call beyond them
+    waits for one. `transport` replaces the network, for tests.
 
     Every method raises a `GemmwireError` and nothing else: `InputError` and `InvalidArgument` before anything
     is sent, `TransportError` where no answer came, `ServerError` for an answer that is an error, `WireError`
@@ -32,16 +43,16 @@ class Client(BaseClient):
         url: str = "http://127.0.0.1:8000",
         *,
         timeout: float | None = 60.0,
+        api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retries: Retries | int = 2,
+        tls: TLS | ssl.SSLContext | None = None,
         max_connections: int = 64,
         transport: Transport | None = None,
     ) -> None:
-        super().__init__(url, timeout, headers)
-        if type(max_connections) is not int or max_connections < 1:
-            raise InvalidArgument(
-                f"max_connections is {max_connections!r}; it must be a whole number above 0"
-            )
-        self._transport = transport or HTTPTransport(self._url, max_connections)
+        super().__init__(url, timeout, headers, api_key, retries)
+        size = arguments.whole(max_connections, "max_connections")
+        self._transport = transport or HTTPTransport(self._url, size, context_for(self._url, tls))
 
     def infer(
         self,
@@ -78,6 +89,27 @@ class Client(BaseClient):
         """As `infer`, with what made y: the weights' version, backend, bucket and times."""
         return self._run(self._infer(layer, x, output_dtype, version, timeout, request_id))
 
+    def infer_many(
+        self,
+        calls: Iterable[tuple[str, Any]],
+        *,
+        output_dtype: object = None,
+        timeout: float | None = None,
+        at_once: int = 8,
+    ) -> list[Any]:
+        """`[infer(layer, x) for layer, x in calls]`, with up to `at_once` requests under way at a time.
+
+        Each goes by a connection of its own, from the calling thread. `timeout` (seconds) is for all of them
+        together. Errors: that of the first call, in their order, which failed for good.
+        """
+        seconds = self._seconds(timeout)
+        exchanges = [self._infer(layer, x, output_dtype, timeout=timeout) for layer, x in calls]
+        started = [Call(exchange, self._retries) for exchange in exchanges]
+        requests = [call.request for call in started]
+        size = arguments.whole(at_once, "at_once")
+        replies = self._transport.send_all(requests, seconds, size)
+        return [self._outcome(call, reply).y for call, reply in zip(started, replies, strict=True)]
+
     @overload
     def refit(
         self,
@@ -113,28 +145,18 @@ class Client(BaseClient):
         bias or a scale has a mapping of its own, `{"weight": w, "weight_scale": s, "bias": b}`.
         Errors then: `RefitIncomplete`, once the weights themselves have been found to be right.
 
-        Nothing is sent twice. After a `TransportError` the layer's version tells whether it was replaced.
+        Without `if_version` nothing is sent twice: after a `TransportError` the layer's version tells whether
+        it was replaced.
         """
         if isinstance(layer, str):
             return self._run(self._refit(layer, Weights.of(weight, scale, bias), if_version, timeout))
-        if not (weight is None and scale is None and bias is None and if_version is None):
-            raise InvalidArgument(
-                "With a mapping of layers, weight, scale, bias and if_version belong to no layer; refit one "
-                "at a time, or give each layer a mapping of its own"
-            )
-        return self._refit_all({name: Weights.read(name, entry) for name, entry in layer.items()}, timeout)
-
-    def _refit_all(self, layers: Mapping[str, Weights], timeout: float | None) -> dict[str, Refitted]:
+        weights = Weights.read_all(layer, weight=weight, scale=scale, bias=bias, if_version=if_version)
         done: dict[str, Refitted] = {}
-        for name, weights in layers.items():
+        for name, entry in weights.items():
             try:
-                done[name] = self._run(self._refit(name, weights, None, timeout))
+                done[name] = self._run(self._refit(name, entry, None, timeout))
             except GemmwireError as error:
-                raise RefitIncomplete(
-                    f"{len(done)} of {len(layers)} layers have their new weights; {name!r} failed: {error}",
-                    layer=name,
-                    done=done,
-                ) from error
+                raise RefitIncomplete.at(name, done, len(weights), error) from error
         return done
 
     def layers(self) -> list[LayerInfo]:
@@ -173,4 +195,17 @@ class Client(BaseClient):
         self.close()
 
     def _run(self, exchange: Exchange[T]) -> T:
-        return exchange.read(self._transport.send(exchange.request, exchange.timeout))
+        return self._outcome(Call(exchange, self._retries), None)
+
+    def _outcome(self, call: Call[T], first: Reply | GemmwireError | None) -> T:
+        """`first` is what came of an attempt that was made already."""
+        while True:
+            try:
+                if isinstance(first, GemmwireError):
+                    raise first
+                reply = first or self._transport.send(call.request, call.timeout)
+                return call.read(reply)
+            except RETRIED as error:
+                seconds = call.failed(error)
+            first = None
+            time.sleep(seconds)

@@ -4,33 +4,12 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from collections.abc import Sequence
 
 from . import http1
-from .http1 import Head, Reply, Request
-
-_BUFFER = http1.MAX_HEAD
-
-
-class Closed(ConnectionError):
-    """The connection ended before the first byte of an answer."""
-
-
-class Deadline:
-    """A point in time for everything that one call waits for; `seconds` None is never."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        """Seconds until then, as a socket's timeout. Errors: TimeoutError."""
-        if self._end is None:
-            return None
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
+from .deadline import Deadline
+from .http1 import Reply, Request
+from .incoming import Closed, Incoming, Receiving
 
 
 class Connection:
@@ -40,34 +19,44 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._tls = tls
-        self._buffer = bytearray(_BUFFER)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0
+        self._incoming = Incoming()
+        self._pending: list[memoryview] = []  # of the request under way
+        self._failure: OSError | None = None
         self.reusable = True
 
     def exchange(self, request: Request, deadline: Deadline) -> Reply:
         """Send the request and read its answer, which may come before all of the request has been taken."""
+        self.send(request, deadline)
+        return self.receive(deadline)
+
+    def send(self, request: Request, deadline: Deadline) -> None:
+        """The first half of `exchange`: until all of it is taken, or an answer begins to come."""
         self.reusable = False
-        body = [memoryview(buffer).cast("B") for buffer in request.body if len(buffer)]
-        head = http1.write_head(request, sum(map(len, body)))
-        pending: list[memoryview] = [memoryview(head), *body]
-        failure: OSError | None = None
+        self._pending = http1.message(request)
+        self._failure = None
+        self._send(deadline)
+
+    def receive(self, deadline: Deadline) -> Reply:
+        """The second half of `exchange`."""
+        try:
+            reply = self._feed(self._incoming.reply(), deadline)
+        except Closed as closed:
+            raise closed from (self._failure or closed.__cause__)
+        self.reusable = self._incoming.reusable and not (self._pending or self._failure)
+        return reply
+
+    def _feed(self, receiving: Receiving[Reply], deadline: Deadline) -> Reply:
+        target = next(receiving)
         while True:
             try:
-                pending = self._send(pending, deadline)
+                target = receiving.send(self._receive(target, deadline))
+            except StopIteration as complete:
+                reply: Reply = complete.value
+                return reply
             except ConnectionError as error:
-                pending, failure = [], error  # the server has closed, but it may have said why
-            answer = self._read_head(deadline, failure)
-            if answer.status >= 200:
-                break
-        received = self._read_body(answer, deadline)
-        self.reusable = (
-            answer.keep_alive
-            and (answer.chunked or answer.length is not None)
-            and not (pending or failure)
-            and self._start == self._end
-        )
-        return Reply(answer.status, answer.headers, received)
+                receiving.throw(error)  # which knows whether anything of the answer had come
+            if self._pending:
+                self._send(deadline)
 
     def is_idle(self) -> bool:
         """False once the server has closed this end, or sent something that nobody asked for."""
@@ -76,9 +65,16 @@ class Connection:
     def close(self) -> None:
         self._socket.close()
 
-    def _send(self, pending: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
-        """-> what was not sent, because the server answered first."""
-        rest = list(pending)
+    def _send(self, deadline: Deadline) -> None:
+        try:
+            self._pending = self._send_pending(deadline)
+        except ConnectionError as error:
+            # The server has closed, but it may have said why.
+            self._pending, self._failure = [], error
+
+    def _send_pending(self, deadline: Deadline) -> list[memoryview]:
+        """-> what was not sent, because the server answers first."""
+        rest = self._pending
         while rest:
             self._socket.settimeout(deadline.left())
             if self._tls:
@@ -93,71 +89,6 @@ class Connection:
         if hasattr(self._socket, "sendmsg"):
             return self._socket.sendmsg(buffers)
         return self._socket.send(buffers[0])
-
-    def _read_head(self, deadline: Deadline, failure: OSError | None) -> Head:
-        try:
-            return http1.read_head(self._read_until(b"\r\n\r\n", deadline))
-        except ConnectionError as error:
-            if self._end:
-                raise
-            raise Closed("the server closed the connection without an answer") from (failure or error)
-
-    def _read_body(self, head: Head, deadline: Deadline) -> bytearray:
-        if head.length is not None:
-            body = bytearray(head.length)
-            self._read_into(memoryview(body), deadline)
-            return body
-        return self._read_chunks(deadline) if head.chunked else self._read_rest(deadline)
-
-    def _read_chunks(self, deadline: Deadline) -> bytearray:
-        body = bytearray()
-        while size := http1.chunk_size(self._read_until(b"\r\n", deadline)):
-            http1.refuse_large(len(body) + size)
-            chunk = bytearray(size)
-            self._read_into(memoryview(chunk), deadline)
-            body += chunk
-            if self._read_until(b"\r\n", deadline):
-                raise http1.invalid("a chunk is longer than it says")
-        while self._read_until(b"\r\n", deadline):
-            pass  # trailers, of no use here
-        return body
-
-    def _read_rest(self, deadline: Deadline) -> bytearray:
-        body = self._buffer[self._start : self._end]
-        self._start = self._end
-        chunk = bytearray(_BUFFER)
-        while size := self._receive(memoryview(chunk), deadline):
-            body += chunk[:size]
-            http1.refuse_large(len(body))
-        return body
-
-    def _read_into(self, target: memoryview, deadline: Deadline) -> None:
-        got = min(len(target), self._end - self._start)
-        target[:got] = self._view[self._start : self._start + got]
-        self._start += got
-        while got < len(target):
-            size = self._receive(target[got:], deadline)
-            if not size:
-                raise ConnectionError(f"the server closed the connection after {got} of {len(target)} bytes")
-            got += size
-
-    def _read_until(self, mark: bytes, deadline: Deadline) -> bytes:
-        """The bytes in front of the next `mark`, which is taken too."""
-        if self._start == self._end:
-            self._start = self._end = 0
-        while (at := self._buffer.find(mark, self._start, self._end)) < 0:
-            if self._start:
-                self._buffer[: self._end - self._start] = self._buffer[self._start : self._end]
-                self._start, self._end = 0, self._end - self._start
-            if self._end == len(self._buffer):
-                raise http1.invalid(f"its head, or a line in it, has more than {len(self._buffer)} bytes")
-            size = self._receive(self._view[self._end :], deadline)
-            if not size:
-                raise ConnectionError("the server closed the connection in the middle of an answer's head")
-            self._end += size
-        taken = bytes(self._view[self._start : at])
-        self._start = at + len(mark)
-        return taken
 
     def _receive(self, target: memoryview, deadline: Deadline) -> int:
         self._socket.settimeout(deadline.left())

@@ -91,13 +91,31 @@ class RefitIncomplete(GemmwireError):
         self.layer = layer
         self.done = done
 
+    @classmethod
+    def at(
+        cls, layer: str, done: Mapping[str, Refitted], layers: int, error: GemmwireError
+    ) -> RefitIncomplete:
+        return cls(
+            f"{len(done)} of {layers} layers have their new weights; {layer!r} failed: {error}",
+            layer=layer,
+            done=done,
+        )
+
 
 class TransportError(GemmwireError):
     """No complete answer came back. The server may or may not have seen the request."""
 
 
 class ConnectionFailed(TransportError):
-    """The connection could not be made, or broke before the answer was complete."""
+    """The connection could not be made, or broke before the answer was complete.
+
+    `passing`: the same call may work a moment later; not so with a client that is closed or a certificate
+    that nobody vouches for.
+    """
+
+    def __init__(self, message: str, *, passing: bool = True) -> None:
+        super().__init__(message)
+        self.passing = passing
 
 
 class TimedOut(TransportError):

@@ -62,6 +62,12 @@ def write_head(request: Request, body_bytes: int) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
+def message(request: Request) -> list[memoryview]:
+    """The request as it goes out: its head, and the buffers of its body that hold something."""
+    body = [memoryview(buffer).cast("B") for buffer in request.body if len(buffer)]
+    return [memoryview(write_head(request, sum(map(len, body)))), *body]
+
+
 def read_head(head: bytes) -> Head:
     """The bytes in front of the empty line -> the head. Errors: `WireError` (`http_invalid`)."""
     first, *lines = head.decode("latin-1").split("\r\n")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .connection import Closed, Connection, Deadline
-from .errors import ConnectionFailed, TimedOut
+from .connection import Connection
+from .deadline import Deadline
+from .errors import GemmwireError
+from .failures import transport_error
 from .http1 import Reply, Request
+from .incoming import Closed
+from .pool import Pool
 from .url import Url
 
 if TYPE_CHECKING:
@@ -25,11 +25,22 @@ class Transport(Protocol):
         `WireError`."""
         ...
 
+    def send_all(
+        self, requests: Sequence[Request], timeout: float | None, at_once: int
+    ) -> list[Reply | GemmwireError]:
+        """The reply to each, or what `send` would raise. `timeout` is for all of them together, and at most
+        `at_once` are under way at a time."""
+        ...
+
     def close(self) -> None: ...
 
 
-class Busy(TimeoutError):
-    """The time passed in the wait for a connection, before anything was sent."""
+class Sent(NamedTuple):
+    """A request that has gone out, and the connection that its answer comes by."""
+
+    request: Request
+    connection: Connection
+    fresh: bool
 
 
 class HTTPTransport:
@@ -39,138 +50,79 @@ class HTTPTransport:
     must not be repeated goes over a fresh one at once.
     """
 
-    def __init__(self, url: Url, max_connections: int) -> None:
-        self._url = url
-        self._pool = _Pool(max_connections)
-        self._tls = _tls_context() if url.scheme == "https" else None
+    def __init__(self, url: Url, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
+        self.url = url
+        self.pool = Pool(max_connections)
+        self._tls = tls
 
     def send(self, request: Request, timeout: float | None) -> Reply:
         deadline = Deadline(timeout)
-        what = f"{request.method} {self._url.scheme}://{self._url.authority}{request.path}"
         try:
-            with self._pool.slot(deadline):
-                return self._send(request, deadline)
-        except TimeoutError as error:
-            if timeout is None or error.errno is not None:  # the system's own, for a host that is not there
-                raise ConnectionFailed(f"{what}: {_reason(error)}") from error
-            busy = f"; {error}" if isinstance(error, Busy) else ""
-            raise TimedOut(f"{what}: no complete answer within {timeout:g} s{busy}") from error
-        except OSError as error:
-            raise ConnectionFailed(f"{what}: {_reason(error)}") from error
+            self.pool.acquire(deadline)
+            try:
+                return self.finish(self.start(request, deadline), deadline)
+            finally:
+                self.pool.release()
+        except OSError as error:  # TimeoutError is one
+            raise transport_error(error, request, self.url, timeout) from error
+
+    def send_all(
+        self, requests: Sequence[Request], timeout: float | None, at_once: int
+    ) -> list[Reply | GemmwireError]:
+        from .window import Window
+
+        with Window(self, timeout, at_once) as window:
+            for request in requests:
+                window.add(request)
+            return window.replies()
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
-    def _send(self, request: Request, deadline: Deadline) -> Reply:
-        idle = self._pool.take()
+    def start(self, request: Request, deadline: Deadline) -> Sent:
+        """Send by a connection of the pool; the caller holds a slot."""
+        idle = self.pool.take()
         if idle is not None and not request.repeatable:
             idle.close()
-        elif idle is not None:
-            try:
-                return self._exchange(idle, request, deadline)
-            except Closed:
-                pass  # between the look at it and the request
-        return self._exchange(self._connect(deadline), request, deadline)
+            idle = None
+        if idle is None:
+            return self._start_afresh(request, deadline)
+        _send(idle, request, deadline)
+        return Sent(request, idle, fresh=False)
 
-    def _exchange(self, connection: Connection, request: Request, deadline: Deadline) -> Reply:
+    def finish(self, sent: Sent, deadline: Deadline) -> Reply:
+        """Read the answer, and give the connection back."""
         try:
-            reply = connection.exchange(request, deadline)
-        except BaseException:
-            connection.close()
-            raise
-        self._pool.put(connection)
-        return reply
+            reply = sent.connection.receive(deadline)
+        except BaseException as error:
+            sent.connection.close()
+            if sent.fresh or not isinstance(error, Closed):
+                raise
+        else:
+            self.pool.put(sent.connection)
+            return reply
+        # The connection ended between the look at it and the request.
+        return self.finish(self._start_afresh(sent.request, deadline), deadline)
+
+    def _start_afresh(self, request: Request, deadline: Deadline) -> Sent:
+        connection = self._connect(deadline)
+        _send(connection, request, deadline)
+        return Sent(request, connection, fresh=True)
 
     def _connect(self, deadline: Deadline) -> Connection:
-        sock = socket.create_connection((self._url.host, self._url.port), deadline.left())
+        sock = socket.create_connection((self.url.host, self.url.port), deadline.left())
         try:
             if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_hostname=self._url.host)
+                sock = self._tls.wrap_socket(sock, server_hostname=self.url.host)
             return Connection(sock, tls=self._tls is not None)
         except BaseException:
             sock.close()
             raise
 
 
-class _Pool:
-    """Idle connections, the one used last first, and a slot for each that may be open."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._idle: list[Connection] = []
-        self._closed = False
-        self._slots = threading.Semaphore(size)
-        # A client that is dropped without close() leaves no socket for the garbage collector to warn about.
-        weakref.finalize(self, _close_all, self._idle)
-        _POOLS.add(self)
-
-    @contextmanager
-    def slot(self, deadline: Deadline) -> Iterator[None]:
-        if self._closed:
-            raise ConnectionError("this client has been closed; make a new one")
-        if not self._slots.acquire(timeout=deadline.left()):
-            raise Busy(f"all of the client's connections ({self._size}) were in use")
-        try:
-            yield
-        finally:
-            self._slots.release()
-
-    def take(self) -> Connection | None:
-        while self._idle:
-            try:
-                connection = self._idle.pop()
-            except IndexError:  # another thread was faster
-                return None
-            if connection.is_idle():
-                return connection
-            connection.close()
-        return None
-
-    def put(self, connection: Connection) -> None:
-        if connection.reusable and not self._closed:
-            self._idle.append(connection)
-        else:
-            connection.close()
-        if self._closed:
-            _close_all(self._idle)
-
-    def close(self) -> None:
-        self._closed = True
-        _close_all(self._idle)
-
-    def reset_after_fork(self) -> None:
-        """The child has its own slots, and leaves the parent's connections to the parent."""
-        self._slots = threading.Semaphore(self._size)
-        _close_all(self._idle)
-
-
-def _close_all(idle: list[Connection]) -> None:
-    while idle:
-        try:
-            idle.pop().close()
-        except IndexError:  # another thread was faster
-            return
-
-
-_POOLS: weakref.WeakSet[_Pool] = weakref.WeakSet()
-
-
-def _reset_pools() -> None:
-    for pool in list(_POOLS):
-        pool.reset_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_pools)
-
-
-def _tls_context() -> ssl.SSLContext:
-    import ssl
-
-    return ssl.create_default_context()
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, ConnectionRefusedError):
-        return "the connection was refused; does a server listen there?"
-    return str(error) or type(error).__name__
+def _send(connection: Connection, request: Request, deadline: Deadline) -> None:
+    try:
+        connection.send(request, deadline)
+    except BaseException:
+        connection.close()
+        raise

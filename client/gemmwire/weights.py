@@ -101,6 +101,19 @@ class Weights:
         except InvalidArgument as error:
             raise InvalidArgument(f"Layer {layer!r}: {error}") from error
 
+    @classmethod
+    def read_all(cls, layers: Mapping[str, Any], **others: Any) -> dict[str, Weights]:
+        """The weights of several layers; `others` are arguments that only one layer could have.
+
+        Errors: `InputError`, `InvalidArgument`.
+        """
+        if any(value is not None for value in others.values()):
+            raise InvalidArgument(
+                f"With a mapping of layers, {', '.join(others)} belong to no layer; refit one at a time, or "
+                "give each layer a mapping of its own"
+            )
+        return {name: cls.read(name, entry) for name, entry in layers.items()}
+
     def encode(self) -> list[Buffer]:
         """The header and each tensor as buffers of their own, never joined. Errors: `InputError`."""
         # The widest first, so that each lies on a multiple of its elements' size.

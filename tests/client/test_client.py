@@ -26,6 +26,8 @@ from scripted_server import Received, serve
         ),
         pytest.param({"headers": {"a": "\u20ac"}}, "value of header 'a' must be printable", id="not-latin-1"),
         pytest.param({"headers": {"a": 1}}, "value of header 'a' must be printable", id="header-number"),
+        pytest.param({"api_key": ""}, "api_key must be visible", id="empty-key"),
+        pytest.param({"api_key": "a b"}, "api_key must be visible", id="key-with-a-space"),
         pytest.param({"headers": {"Content-Length": "1"}}, "belongs to the message", id="content-length"),
         pytest.param(
             {"headers": {"TRANSFER-ENCODING": "x"}}, "belongs to the message", id="transfer-encoding"
@@ -42,6 +44,19 @@ def test_the_value_of_a_refused_header_is_not_repeated() -> None:
     """Guards: an API key in a traceback."""
     with pytest.raises(InvalidArgument) as caught:
         Client(headers={"authorization": "Bearer secret\n"})
+    assert "secret" not in str(caught.value)
+
+
+def test_the_key_goes_with_every_request_and_into_no_message() -> None:
+    """Guards: a key that is sent as it stands in nobody's documentation, or shown in a traceback."""
+    transport = Recorded(body=[])
+    c = client(transport, api_key="k-123")
+    c.layers()
+    c.ready()
+    assert [request.headers["authorization"] for request in transport.requests] == ["Bearer k-123"] * 2
+    assert "k-123" not in repr(c)
+    with pytest.raises(InvalidArgument) as caught:
+        Client(api_key="secret\n")
     assert "secret" not in str(caught.value)
 
 

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from either_transport import Make
 from gemmwire.errors import ConnectionFailed, WireError
 from gemmwire.http1 import Request
 from gemmwire.transport import HTTPTransport
@@ -25,7 +26,7 @@ def post(*body: bytes) -> Request:
     return Request("POST", "/infer", {"host": "test"}, body)
 
 
-def test_a_connection_closed_between_requests_is_replaced() -> None:
+def test_a_connection_closed_between_requests_is_replaced(make: Make) -> None:
     """Guards: the error that every keep-alive client meets after a few idle seconds."""
 
     def script(session: Session, served: Served) -> None:
@@ -33,14 +34,14 @@ def test_a_connection_closed_between_requests_is_replaced() -> None:
         session.send(answer(b"ok"))
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         for _ in range(4):
             assert transport.send(GET, 20).body == b"ok"
         transport.close()
     assert served.connections == 4
 
 
-def test_a_connection_closed_under_a_request_is_replaced_once() -> None:
+def test_a_connection_closed_under_a_request_is_replaced_once(make: Make) -> None:
     """Guards: the race between a server's idle timeout and the next request on that connection."""
 
     def script(session: Session, served: Served) -> None:
@@ -50,12 +51,12 @@ def test_a_connection_closed_under_a_request_is_replaced_once() -> None:
         session.request()  # taken, and the connection closed without an answer
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         assert [transport.send(GET, 20).body for _ in range(3)] == [b"1", b"2", b"3"]
         transport.close()
 
 
-def test_a_fresh_connection_is_not_tried_again() -> None:
+def test_a_fresh_connection_is_not_tried_again(make: Make) -> None:
     """Guards: a request that kills its server being sent to it over and over."""
 
     def script(session: Session, served: Served) -> None:
@@ -67,7 +68,7 @@ def test_a_fresh_connection_is_not_tried_again() -> None:
             session.request()
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         transport.send(GET, 20)
         with pytest.raises(ConnectionFailed, match="without an answer"):
             transport.send(GET, 20)
@@ -75,7 +76,7 @@ def test_a_fresh_connection_is_not_tried_again() -> None:
     assert len(served.requests) == 2
 
 
-def test_bytes_that_nobody_asked_for_are_not_the_next_answer() -> None:
+def test_bytes_that_nobody_asked_for_are_not_the_next_answer(make: Make) -> None:
     """Guards: the 408 that a server sends into an idle connection, read as the answer to the next request."""
     sent = threading.Event()
 
@@ -87,7 +88,7 @@ def test_bytes_that_nobody_asked_for_are_not_the_next_answer() -> None:
         session.request()
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         first = transport.send(GET, 20)
         assert sent.wait(20)
         time.sleep(0.05)
@@ -98,7 +99,7 @@ def test_bytes_that_nobody_asked_for_are_not_the_next_answer() -> None:
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["and-closes", "and-stays-open"])
-def test_an_answer_before_the_body_was_taken_is_read(closes: bool) -> None:
+def test_an_answer_before_the_body_was_taken_is_read(make: Make, closes: bool) -> None:
     """Guards: BrokenPipeError in place of the server's 413, and a send into a server that does not read."""
     done = threading.Event()
 
@@ -109,14 +110,14 @@ def test_an_answer_before_the_body_was_taken_is_read(closes: bool) -> None:
             done.wait(20)
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         reply = transport.send(post(LARGE, LARGE), 20)
         done.set()
         transport.close()
     assert (reply.status, reply.body.decode()) == (413, "too large")
 
 
-def test_a_connection_with_an_unsent_body_is_not_used_again() -> None:
+def test_a_connection_with_an_unsent_body_is_not_used_again(make: Make) -> None:
     """Guards: the rest of a body that was given up, read by the server as the next request."""
 
     def script(session: Session, served: Served) -> None:
@@ -126,7 +127,7 @@ def test_a_connection_with_an_unsent_body_is_not_used_again() -> None:
             pass
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         assert [transport.send(post(LARGE), 20).body for _ in range(2)] == [b"1", b"2"]
         transport.close()
 
@@ -139,16 +140,16 @@ def test_a_connection_with_an_unsent_body_is_not_used_again() -> None:
         pytest.param(answer(b"ok") + b"stray", id="bytes-behind-the-body"),
     ],
 )
-def test_a_connection_that_ends_with_its_answer_is_not_used_again(reply: bytes) -> None:
+def test_a_connection_that_ends_with_its_answer_is_not_used_again(make: Make, reply: bytes) -> None:
     """Guards: a request written into a connection whose server reads no further."""
     with serve(replying(reply)) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         assert [transport.send(GET, 20).body for _ in range(2)] == [b"ok", b"ok"]
         transport.close()
     assert served.connections == 2
 
 
-def test_a_failed_call_leaves_no_connection_behind() -> None:
+def test_a_failed_call_leaves_no_connection_behind(make: Make) -> None:
     """Guards: slots that leak with each error until every call waits for ever."""
 
     def script(session: Session, served: Served) -> None:
@@ -156,7 +157,7 @@ def test_a_failed_call_leaves_no_connection_behind() -> None:
         session.send(b"garbage\r\n\r\n" if served.connections <= 3 else answer(b"ok"))
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         for _ in range(3):
             with pytest.raises(WireError):
                 transport.send(GET, 20)
@@ -164,10 +165,10 @@ def test_a_failed_call_leaves_no_connection_behind() -> None:
         transport.close()
 
 
-def test_a_closed_client_refuses() -> None:
+def test_a_closed_client_refuses(make: Make) -> None:
     """Guards: a connection opened after close(), which nobody closes."""
     with serve(replying(answer(b"ok"))) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         transport.close()
         with pytest.raises(ConnectionFailed, match="this client has been closed"):
             transport.send(GET, 20)

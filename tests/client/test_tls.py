@@ -7,12 +7,15 @@ import shutil
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from either_transport import Make
+from gemmwire import Client, InvalidArgument
 from gemmwire.errors import ConnectionFailed
 from gemmwire.http1 import Request
-from gemmwire.transport import HTTPTransport
+from gemmwire.tls import TLS, context_for
 from gemmwire.url import parse_url
 from scripted_server import Script, Served, Session, answer, replying, serve
 
@@ -21,33 +24,34 @@ def post(*body: bytes) -> Request:
     return Request("POST", "/infer", {"host": "test"}, body)
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_for(names: str, folder: Path) -> Path:
+    """A certificate that vouches for itself, with its key in the same file."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not here to make a certificate with")
-    key, certificate, both = (tmp_path_factory.getbasetemp() / name for name in ("key", "crt", "pem"))
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
-    command += ["-subj", "/CN=localhost", "-addext", names, "-keyout", str(key), "-out", str(certificate)]
+    key, certificate, both = (folder / name for name in ("key", "crt", "pem"))
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
+    command += ["-addext", f"subjectAltName={names}", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True)
     both.write_bytes(key.read_bytes() + certificate.read_bytes())
     return both
 
 
-def over_tls(certificate: Path, script: Script) -> Script:
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_for("DNS:localhost,IP:127.0.0.1", tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def another_s(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_for("DNS:another.test", tmp_path_factory.mktemp("another"))
+
+
+def over_tls(certificate: Path, script: Script, *, clients: bool = False) -> Script:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
+    if clients:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(certificate)
 
     def wrapped(session: Session, served: Served) -> None:
         try:
@@ -59,14 +63,14 @@ def over_tls(certificate: Path, script: Script) -> Script:
     return wrapped
 
 
-def test_https_sends_and_receives_over_one_connection(
-    certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+HTTPS = parse_url("https://h")
+
+
+def test_https_sends_and_receives_over_one_connection(make: Make, certificate: Path) -> None:
     """Guards: a scattered send on a TLS socket, which has none."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     data = os.urandom(3 << 20)
     with serve(over_tls(certificate, replying(answer(data)))) as served:
-        transport = HTTPTransport(parse_url(f"https://127.0.0.1:{served.port}"), 1)
+        transport = make(f"https://127.0.0.1:{served.port}", 1, context_for(HTTPS, TLS(ca=str(certificate))))
         for _ in range(3):
             assert transport.send(post(b"head", data), 20).body == data
         transport.close()
@@ -74,11 +78,57 @@ def test_https_sends_and_receives_over_one_connection(
     assert [request.body for request in served.requests] == [b"head" + data] * 3
 
 
-def test_https_refuses_a_certificate_that_nobody_vouches_for(certificate: Path) -> None:
-    """Guards: encryption towards whoever answers."""
-    with serve(over_tls(certificate, replying(answer()))) as served:
-        transport = HTTPTransport(parse_url(f"https://127.0.0.1:{served.port}"), 1)
-        with pytest.raises(ConnectionFailed, match="certificate"):
+@pytest.mark.parametrize("trusted", [False, True], ids=["nobody-vouches", "of-another-host"])
+def test_https_refuses_a_certificate_that_proves_nothing(make: Make, trusted: bool, another_s: Path) -> None:
+    """Guards: encryption towards whoever answers; a certificate of another host taken for this one's."""
+    tls = TLS(ca=str(another_s)) if trusted else TLS()
+    with serve(over_tls(another_s, replying(answer()))) as served:
+        transport = make(f"https://127.0.0.1:{served.port}", 1, context_for(HTTPS, tls))
+        with pytest.raises(ConnectionFailed, match="certificate") as caught:
             transport.send(post(), 20)
         transport.close()
     assert served.requests == []
+    assert not caught.value.passing
+
+
+def test_the_system_s_authorities_are_the_default(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: SSL_CERT_FILE, which containers are configured by, without effect."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with (
+        serve(over_tls(certificate, replying(answer()))) as served,
+        Client(f"https://127.0.0.1:{served.port}") as c,
+    ):
+        assert c.ready()
+
+
+def test_verification_can_be_switched_off(certificate: Path) -> None:
+    with (
+        serve(over_tls(certificate, replying(answer()))) as served,
+        Client(f"https://127.0.0.1:{served.port}", tls=TLS(verify=False)) as c,
+    ):
+        assert c.ready()
+
+
+def test_a_server_that_asks_for_it_sees_the_client_s_certificate(certificate: Path) -> None:
+    """Guards: a client certificate that is read and never shown."""
+    with serve(over_tls(certificate, replying(answer()), clients=True)) as served:
+        url = f"https://127.0.0.1:{served.port}"
+        with Client(url, tls=TLS(ca=str(certificate), certificate=str(certificate))) as c:
+            assert c.ready()
+        with Client(url, tls=TLS(ca=str(certificate)), retries=0) as c, pytest.raises(ConnectionFailed):
+            c.ready()
+    assert len(served.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "tls", "words"),
+    [
+        pytest.param("http://h", TLS(), "is not https", id="http"),
+        pytest.param("https://h", TLS(ca="nowhere.pem"), "nowhere.pem", id="no-such-file"),
+        pytest.param("https://h", TLS(key="key.pem"), "no certificate", id="key-alone"),
+        pytest.param("https://h", "ca.pem", "tls is of type str", id="path"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_once(url: str, tls: Any, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        Client(url, tls=tls)

@@ -9,19 +9,18 @@ import time
 
 import pytest
 
+from either_transport import Make, Sending, threads
 from gemmwire.connection import Connection
 from gemmwire.errors import ConnectionFailed, GemmwireError, TimedOut, TransportError
 from gemmwire.http1 import Reply, Request
-from gemmwire.transport import HTTPTransport
-from gemmwire.url import parse_url
 from scripted_server import Served, Session, answer, replying, serve
 
 GET = Request("GET", "/v2", {"host": "test"})
 LARGE = bytes(32 << 20)  # more than the socket buffers of both ends take
 
 
-def send(url: str, request: Request = GET, timeout: float | None = 20.0) -> Reply:
-    transport = HTTPTransport(parse_url(url), 1)
+def send(make: Make, url: str, request: Request = GET, timeout: float | None = 20.0) -> Reply:
+    transport = make(url, 1)
     try:
         return transport.send(request, timeout)
     finally:
@@ -32,11 +31,11 @@ def post(*body: bytes) -> Request:
     return Request("POST", "/infer", {"host": "test"}, body)
 
 
-def test_the_buffers_of_a_body_arrive_in_order_behind_one_length() -> None:
+def test_the_buffers_of_a_body_arrive_in_order_behind_one_length(make: Make) -> None:
     """Guards: a scattered send that loses, repeats or reorders bytes when the socket takes a part."""
     body = [b"{}", b"", os.urandom(5 << 20), b"x", os.urandom(3 << 20)]
     with serve(replying(answer(b"ok"))) as served:
-        assert send(served.url, post(*body)).body == b"ok"
+        assert send(make, served.url, post(*body)).body == b"ok"
 
     (request,) = served.requests
     assert (request.method, request.path) == ("POST", "/infer")
@@ -51,7 +50,7 @@ def test_small_requests_do_not_wait_for_each_other() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
-def test_a_slow_answer_ends_with_the_timeout() -> None:
+def test_a_slow_answer_ends_with_the_timeout(make: Make) -> None:
     """Guards: a call that waits for ever."""
     done = threading.Event()
 
@@ -61,11 +60,11 @@ def test_a_slow_answer_ends_with_the_timeout() -> None:
 
     with serve(script) as served:
         with pytest.raises(TimedOut, match=r"/v2: no complete answer within 0.2 s"):
-            send(served.url, timeout=0.2)
+            send(make, served.url, timeout=0.2)
         done.set()
 
 
-def test_the_timeout_is_for_the_whole_call() -> None:
+def test_the_timeout_is_for_the_whole_call(make: Make) -> None:
     """Guards: a server that sends a byte now and then, and so keeps a call alive for hours."""
 
     def script(session: Session, served: Served) -> None:
@@ -76,10 +75,10 @@ def test_the_timeout_is_for_the_whole_call() -> None:
             time.sleep(0.02)
 
     with serve(script) as served, pytest.raises(TimedOut):
-        send(served.url, timeout=0.3)
+        send(make, served.url, timeout=0.3)
 
 
-def test_a_server_that_does_not_read_ends_with_the_timeout() -> None:
+def test_a_server_that_does_not_read_ends_with_the_timeout(make: Make) -> None:
     """Guards: a send that blocks for ever on full socket buffers."""
     done = threading.Event()
 
@@ -88,11 +87,11 @@ def test_a_server_that_does_not_read_ends_with_the_timeout() -> None:
 
     with serve(script) as served:
         with pytest.raises(TimedOut):
-            send(served.url, post(LARGE), timeout=0.3)
+            send(make, served.url, post(LARGE), timeout=0.3)
         done.set()
 
 
-def test_a_call_beyond_the_connections_waits_for_one() -> None:
+def test_a_call_beyond_the_connections_waits_for_one(make: Make) -> None:
     """Guards: more connections than were allowed, and a wait for one that knows no timeout."""
     entered, go_on = threading.Event(), threading.Event()
 
@@ -103,7 +102,7 @@ def test_a_call_beyond_the_connections_waits_for_one() -> None:
             session.send(answer(b"ok"))
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 1)
+        transport = make(served.url, 1)
         first = threading.Thread(target=transport.send, args=(GET, 20))
         first.start()
         assert entered.wait(20)
@@ -118,7 +117,7 @@ def test_a_call_beyond_the_connections_waits_for_one() -> None:
     assert served.connections == 1
 
 
-def test_threads_get_their_own_answers() -> None:
+def test_threads_get_their_own_answers(make: Make) -> None:
     """Guards: a pool that hands one connection to two threads."""
 
     def script(session: Session, served: Served) -> None:
@@ -127,7 +126,7 @@ def test_threads_get_their_own_answers() -> None:
 
     failures: list[object] = []
 
-    def work(transport: HTTPTransport, number: int) -> None:
+    def work(transport: Sending, number: int) -> None:
         try:
             for turn in range(40):
                 body = b"%d/%d " % (number, turn) * (1 + 97 * turn)
@@ -138,7 +137,7 @@ def test_threads_get_their_own_answers() -> None:
             failures.append(error)
 
     with serve(script) as served:
-        transport = HTTPTransport(parse_url(served.url), 8)
+        transport = make(served.url, 8)
         threads = [threading.Thread(target=work, args=(transport, number)) for number in range(32)]
         for thread in threads:
             thread.start()
@@ -173,14 +172,14 @@ def test_no_error_of_a_socket_leaks(kind: type[OSError], where: str, monkeypatch
     else:
         monkeypatch.setattr(Connection, "_send_some" if where == "send" else "_receive", fail)
     with serve(lambda session, served: None) as served, pytest.raises(TransportError) as caught:
-        send(served.url)
+        send(threads, served.url)
     assert isinstance(caught.value, ConnectionFailed)
     assert caught.value.__cause__ is not None
 
 
-def test_a_refused_connection_says_what_to_look_at() -> None:
+def test_a_refused_connection_says_what_to_look_at(make: Make) -> None:
     """Guards: an errno as the whole explanation of a server that is not running."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionFailed, match=rf"http://127.0.0.1:{port}/v2: .* does a server listen there"):
-        send(f"http://127.0.0.1:{port}")
+        send(make, f"http://127.0.0.1:{port}")

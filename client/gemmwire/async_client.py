@@ -1,0 +1,184 @@
+"""The client for an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from . import arguments
+from .async_transport import AsyncHTTPTransport, AsyncTransport
+from .base import BaseClient, Exchange
+from .calls import RETRIED, Call
+from .errors import GemmwireError, RefitIncomplete
+from .facts import Answer, LayerInfo, Refitted, ServerInfo
+from .retries import Retries
+from .tls import TLS, context_for
+from .weights import Weights
+
+if TYPE_CHECKING:
+    import ssl
+
+T = TypeVar("T")
+
+
+class AsyncClient(BaseClient):
+    """`Client` with methods to be awaited, for the tasks of one event loop. Arguments and errors are its.
+
+    A task that is cancelled gives up its connection; the server drops what it has not begun.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        *,
+        timeout: float | None = 60.0,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        retries: Retries | int = 2,
+        tls: TLS | ssl.SSLContext | None = None,
+        max_connections: int = 64,
+        transport: AsyncTransport | None = None,
+    ) -> None:
+        super().__init__(url, timeout, headers, api_key, retries)
+        size = arguments.whole(max_connections, "max_connections")
+        self._transport = transport or AsyncHTTPTransport(self._url, size, context_for(self._url, tls))
+
+    async def infer(
+        self,
+        layer: str,
+        x: Any,
+        *,
+        output_dtype: object = None,
+        version: str | int | None = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+    ) -> Any:
+        """y `[..., N]` of x `[..., K]`: as `Client.infer`."""
+        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id)
+        return (await self._run(exchange)).y
+
+    async def call(
+        self,
+        layer: str,
+        x: Any,
+        *,
+        output_dtype: object = None,
+        version: str | int | None = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+    ) -> Answer:
+        """As `infer`, with what made y: the weights' version, backend, bucket and times."""
+        return await self._run(self._infer(layer, x, output_dtype, version, timeout, request_id))
+
+    async def infer_many(
+        self,
+        calls: Iterable[tuple[str, Any]],
+        *,
+        output_dtype: object = None,
+        timeout: float | None = None,
+        at_once: int = 8,
+    ) -> list[Any]:
+        """y of each (layer, x), with up to `at_once` requests under way: as `Client.infer_many`."""
+        exchanges = [self._infer(layer, x, output_dtype, timeout=timeout) for layer, x in calls]
+        slots = asyncio.Semaphore(arguments.whole(at_once, "at_once"))
+
+        async def one(call: Call[Answer]) -> Any:
+            async with slots:
+                call.resume()
+                return (await self._finish(call)).y
+
+        # A call's time begins here, for all of them together.
+        tasks = [asyncio.ensure_future(one(Call(exchange, self._retries))) for exchange in exchanges]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @overload
+    async def refit(
+        self,
+        layer: str,
+        weight: Any,
+        *,
+        scale: Any = None,
+        bias: Any = None,
+        if_version: str | int | None = None,
+        timeout: float | None = None,
+    ) -> Refitted: ...
+
+    @overload
+    async def refit(
+        self, layer: Mapping[str, Any], *, timeout: float | None = None
+    ) -> dict[str, Refitted]: ...
+
+    async def refit(
+        self,
+        layer: str | Mapping[str, Any],
+        weight: Any = None,
+        *,
+        scale: Any = None,
+        bias: Any = None,
+        if_version: str | int | None = None,
+        timeout: float | None = None,
+    ) -> Refitted | dict[str, Refitted]:
+        """Replace the weight of a layer, or of several, on the server: as `Client.refit`."""
+        if isinstance(layer, str):
+            return await self._run(self._refit(layer, Weights.of(weight, scale, bias), if_version, timeout))
+        weights = Weights.read_all(layer, weight=weight, scale=scale, bias=bias, if_version=if_version)
+        done: dict[str, Refitted] = {}
+        for name, entry in weights.items():
+            try:
+                done[name] = await self._run(self._refit(name, entry, None, timeout))
+            except GemmwireError as error:
+                raise RefitIncomplete.at(name, done, len(weights), error) from error
+        return done
+
+    async def layers(self) -> list[LayerInfo]:
+        """The layers that the server has."""
+        return await self._run(self._layers())
+
+    async def layer(self, name: str) -> LayerInfo:
+        """One layer, with all that the server says of it in `config`. Errors: `NotFound`."""
+        return await self._run(self._layer(name))
+
+    async def stats(self, layer: str) -> dict[str, Any]:
+        """The layer's counters and times, as in the protocol's statistics extension. Errors: `NotFound`."""
+        return await self._run(self._stats(layer))
+
+    async def server(self) -> ServerInfo:
+        return await self._run(self._server())
+
+    async def live(self) -> bool:
+        """Whether the server works, be it still loading. Errors: `TransportError` where none answers."""
+        return await self._run(self._health("live"))
+
+    async def ready(self) -> bool:
+        """Whether every layer has been loaded. Errors: `TransportError` where no server answers."""
+        return await self._run(self._health("ready"))
+
+    async def close(self) -> None:
+        """Close the connections; a call after this is refused."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, exchange: Exchange[T]) -> T:
+        return await self._finish(Call(exchange, self._retries))
+
+    async def _finish(self, call: Call[T]) -> T:
+        while True:
+            try:
+                return call.read(await self._transport.send(call.request, call.timeout))
+            except RETRIED as error:
+                seconds = call.failed(error)
+            await asyncio.sleep(seconds)

@@ -1,0 +1,72 @@
+"""One call on its way through its failures, without I/O: what to send next, how long to wait before that."""
+
+from __future__ import annotations
+
+import time
+from typing import Generic, TypeVar
+
+from .base import Exchange
+from .errors import Conflict, GemmwireError, Overloaded, TransportError
+from .http1 import Reply, Request
+from .retries import Retries
+
+T = TypeVar("T")
+
+RETRIED = (TransportError, Overloaded)
+_LEAST_S = 1e-3  # a time that has passed, as a timeout that does
+
+
+class Call(Generic[T]):
+    """`request` and `timeout` are of the next attempt, once `failed` has let there be one."""
+
+    def __init__(self, exchange: Exchange[T], retries: Retries) -> None:
+        self._exchange = exchange
+        self._retries = retries
+        self._failures = 0
+        self._lost: TransportError | None = None  # an attempt of which nobody knows what became
+        self._end = None if exchange.timeout is None else time.monotonic() + exchange.timeout
+        self.timeout = exchange.timeout
+
+    @property
+    def request(self) -> Request:
+        return self._exchange.request(self.timeout)
+
+    def resume(self) -> None:
+        """It has waited for its turn, which takes of its time."""
+        if self._end is not None:
+            self.timeout = max(_LEAST_S, self._end - time.monotonic())
+
+    def read(self, reply: Reply) -> T:
+        """Errors: as `Exchange.read`; those of RETRIED go to `failed`."""
+        try:
+            return self._exchange.read(reply)
+        except Conflict as conflict:
+            if self._lost is not None:
+                raise _perhaps_ours(conflict, self._lost) from self._lost
+            raise
+
+    def failed(self, error: GemmwireError) -> float:
+        """Seconds to wait before the next attempt. Raises the error where there is to be none."""
+        self._failures += 1
+        if isinstance(error, TransportError):
+            self._lost = error
+        seconds = self._retries.wait(self._failures, error) if self._exchange.retried else None
+        if seconds is None:
+            raise error
+        if self._end is not None:
+            self.timeout = self._end - time.monotonic() - seconds
+            if self.timeout <= 0:
+                raise error
+        return seconds
+
+
+def _perhaps_ours(conflict: Conflict, lost: TransportError) -> Conflict:
+    return Conflict(
+        f"{conflict}. An attempt before this one had no answer ({lost}), so the version that is served "
+        "may be its result: compare what it answers before you send the weight again",
+        status=conflict.status,
+        code=conflict.code,
+        expected=conflict.expected,
+        got=conflict.got,
+        request_id=conflict.request_id,
+    )
