@@ -22,6 +22,8 @@ def announce(engine: Engine, url: str, seconds: float) -> None:
 
 def lines(layers: list[Layer], url: str, seconds: float) -> list[str]:
     """The announcement; every layer named here has answered one forward."""
+    if not layers:
+        return [f"gemmwire {__version__}: no layers yet", f"ready on {url}, to load models ({url}/docs)"]
     width = max(len(layer.name) for layer in layers)
     head = f"  {'layer':<{width}}  {'N':>6}  {'K':>6}  {'backend':<18} error against the unquantized weight"
     shown = layers[:_SHOWN]

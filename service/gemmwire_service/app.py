@@ -23,8 +23,11 @@ from .engine import Engine
 from .errors import EngineError
 from .infer import Infer, Limits, error_reply
 from .loading import make_engine
+from .model_root import ModelRoot
 from .protocol import InferRequestForm, InferResponseForm, Problem
 from .refit import Refit
+from .repository import Repository
+from .repository_routes import repository_routes
 from .settings import Settings
 from .weights import weights_routes
 
@@ -56,7 +59,8 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
 
     `on_loaded` hears, on the event loop, that loading has ended, well or not (`engine.failure`).
     """
-    engine, _, device, ladder = make_engine(settings, on_loaded)
+    root = ModelRoot.of(settings.model_root) if settings.model_root else None
+    engine, loader, device, ladder = make_engine(settings, on_loaded)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -75,8 +79,11 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     app.endpoint = InferEndpoint(app.infer)
     for path in INFER_PATHS:
         app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))
-    app.include_router(control_routes(engine, device, ladder.buckets))
-    app.include_router(weights_routes(engine, Refit(engine), settings.max_weights_bytes))
+    refit = Refit(engine)
+    repository = Repository(engine, loader, refit, root)
+    app.include_router(control_routes(engine, repository, device, ladder.buckets))
+    app.include_router(repository_routes(engine, repository))
+    app.include_router(weights_routes(engine, refit, settings.max_weights_bytes))
     _install_errors(app)
     _document_infer(app)
     return app

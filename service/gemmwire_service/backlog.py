@@ -81,13 +81,14 @@ class Item:
 class Backlog:
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._lines: OrderedDict[str, deque[Item]] = OrderedDict()
+        # By the layer itself: one that was loaded again has its name from that which waits to be let go.
+        self._lines: OrderedDict[int, deque[Item]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def add(self, item: Item) -> None:
-        self._lines.setdefault(item.layer.name, deque()).append(item)
+        self._lines.setdefault(id(item.layer), deque()).append(item)
 
     def take(self) -> tuple[list[Item], list[Item]]:
         """-> (batch, dropped): the next layer's waiting requests that fit one forward, in order of arrival.
@@ -95,10 +96,10 @@ class Backlog:
         A request of more rows than a forward holds goes alone (it is chunked). The layer then moves to the
         end of the turn, so that a busy layer cannot starve another.
         """
-        name, line = self._lines.popitem(last=False)
+        layer, line = self._lines.popitem(last=False)
         batch, dropped = self._fill(line)
         if line:
-            self._lines[name] = line
+            self._lines[layer] = line
         return batch, dropped
 
     def _fill(self, line: deque[Item]) -> tuple[list[Item], list[Item]]:

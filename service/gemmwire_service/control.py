@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from . import __version__
-from .body import declared_length, read_body
 from .call import INPUT
 from .engine import Engine, State
 from .infer import find_layer
@@ -17,27 +16,28 @@ from .protocol import (
     Fallback,
     FusedPart,
     ModelConfig,
-    ModelIndexEntry,
     ModelMetadata,
     ModelStatistics,
     PassedOver,
-    RepositoryIndexRequest,
     ServerMetadata,
     TensorMetadata,
 )
+from .repository import Repository
 from .routes import Route
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
 PLATFORM = "gemmwire_mxfp8"
-_SMALL = 64 << 10  # bytes of a body without tensors
 
 
-def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> APIRouter:
+def control_routes(
+    engine: Engine, repository: Repository, device: str, buckets: tuple[int, ...]
+) -> APIRouter:
     routes = APIRouter()
+    extensions = [*EXTENSIONS, "model_repository"] if repository.open else EXTENSIONS
 
     @routes.get("/v2")
     async def server_metadata() -> ServerMetadata:
-        return ServerMetadata(name="gemmwire", version=__version__, extensions=EXTENSIONS)
+        return ServerMetadata(name="gemmwire", version=__version__, extensions=extensions)
 
     @routes.get("/v2/health/live")
     async def live() -> Response:
@@ -62,7 +62,8 @@ def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> API
     @routes.get("/v2/models/{layer}/ready")
     @routes.get("/v2/models/{layer}/versions/{version}/ready")
     async def model_ready(layer: str, version: str | None = None) -> Response:
-        find_layer(engine, layer, version)
+        if version is not None or not repository.layers(layer):
+            find_layer(engine, layer, version)
         return Response(status_code=200 if engine.state is State.READY else 503)
 
     @routes.get("/v2/models/{layer}/config")
@@ -75,13 +76,6 @@ def control_routes(engine: Engine, device: str, buckets: tuple[int, ...]) -> API
     async def statistics(layer: str, version: str | None = None) -> ModelStatistics:
         found = find_layer(engine, layer, version)
         return ModelStatistics(model_stats=[found.stats.document(found.name, found.version)])
-
-    @routes.post("/v2/repository/index")
-    async def index(request: Request) -> list[ModelIndexEntry]:
-        body = await read_body(request.receive, declared_length(dict(request.headers.raw), _SMALL), _SMALL, 0)
-        if body:
-            RepositoryIndexRequest.model_validate_json(bytes(body))
-        return [_entry(layer) for layer in engine.layers.values()]
 
     return routes
 
@@ -140,17 +134,4 @@ def _plan(layer: Layer, bucket: int, route: Route) -> BucketPlan:
         layout=plan.layout,
         quantizer=plan.quantizer,
         graph=layer.has_graph(bucket),
-    )
-
-
-def _entry(layer: Layer) -> ModelIndexEntry:
-    return ModelIndexEntry(
-        name=layer.name,
-        version=str(layer.version),
-        state="READY",
-        reason="",
-        n=layer.spec.n,
-        k=layer.spec.k,
-        bias=layer.spec.bias,
-        backend=layer.backend.name,
     )

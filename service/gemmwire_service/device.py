@@ -117,6 +117,11 @@ class Device:
         """Have the rest of this thread's life run in a context; called by a job."""
         self._contexts.enter_context(context)
 
+    def release(self, layer: Layer) -> None:
+        """Give up what runs a layer that is served no more; called by a job."""
+        if self._pipeline is not None:
+            self._pipeline.release(layer)
+
     def leave(self) -> None:
         """Leave every context entered so far; called by a job."""
         self._contexts.close()

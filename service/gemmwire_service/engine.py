@@ -140,6 +140,17 @@ class Engine:
             self._running_loop.call_soon(self._pass_on)
         return item
 
+    @property
+    def device(self) -> Device:
+        """What runs on it belongs into a job."""
+        return self._device
+
+    def exchange(self, old: Iterable[Layer], new: Iterable[Layer]) -> None:
+        """Requests from now on find `new` and not `old`; those that found a layer keep it to their end."""
+        gone = {layer.name for layer in old}
+        kept = {name: layer for name, layer in self.layers.items() if name not in gone}
+        self.layers = kept | {layer.name: layer for layer in new}
+
     def post(self, job: Job) -> None:
         """Have the device run a job after every request submitted so far."""
         self._put(self._take_new())

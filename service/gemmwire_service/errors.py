@@ -12,6 +12,8 @@
         ├── DeadlineExceeded 504  the caller's deadline passed before an answer
         ├── DeviceFailed   500  the device raised while it computed this request
         ├── WeightsRefused 400  a new weight that the layer cannot take
+        ├── ModelRefused   400  a model that cannot be loaded; what was there is served as before
+        ├── ModelUnknown   404  no such model in the model root, or none that is served
         ├── VersionConflict 409 the layer is not in the version that the caller takes it to be
         └── DeviceLost     503  the device can compute nothing more, and the server ends
 
@@ -84,6 +86,16 @@ class DeviceFailed(EngineError):
 class WeightsRefused(EngineError):
     code = "weights_invalid"
     status = 400
+
+
+class ModelRefused(EngineError):
+    code = "model_invalid"
+    status = 400
+
+
+class ModelUnknown(EngineError):
+    code = "model_unknown"
+    status = 404
 
 
 class VersionConflict(EngineError):

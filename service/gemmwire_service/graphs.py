@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -48,20 +49,24 @@ class CudaRecorder:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._stream = stream
-        self._graphs: list[torch.cuda.CUDAGraph] = []  # kept alive
+        # Each is kept as long as what replays it.
+        self._graphs: WeakKeyDictionary[Run, torch.cuda.CUDAGraph] = WeakKeyDictionary()
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Run) -> Run:
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()  # torch gives up a pool with its last graph
         try:
             graph = capture(run, self._stream, self._pool)
         except Exception:
             self._pool = torch.cuda.graph_pool_handle()
             raise
-        self._graphs.append(graph)
         if not hasattr(graph, "raw_cuda_graph_exec"):
             return graph.replay
         # It holds no random state, which is what torch's own replay sees to.
-        return partial(driver().launch, int(graph.raw_cuda_graph_exec()), self._stream.cuda_stream)
+        replay = partial(driver().launch, int(graph.raw_cuda_graph_exec()), self._stream.cuda_stream)
+        self._graphs[replay] = graph
+        return replay
 
     def used(self) -> int:
         torch.cuda.empty_cache()
@@ -111,6 +116,7 @@ class Graphs:
     used: int = 0
     _pool: int = 0  # the largest need that was captured
     _each: int = field(default=0)  # bytes of the last graph, as a guess at the next
+    _live: int = 0  # programs that run as a graph
 
     def capture(self, layer: Layer) -> dict[int, Program]:
         """The programs of a layer that is not served yet; `layer.graphs` says what became of each bucket.
@@ -134,6 +140,14 @@ class Graphs:
         buckets = tuple(EagerBucket(bucket, eager[bucket]) for bucket in sorted(eager))
         layer.graphs = GraphFacts(buckets, self.used - used)
         return programs
+
+    def release(self, layer: Layer) -> None:
+        """Let go of the programs of a layer that is served no more. The pool is as large as it was, while any
+        graph uses it."""
+        self._live -= sum(program.captured for program in layer.programs.values())
+        self._pool = self._pool if self._live else 0
+        self.used = max(self.used - (layer.graphs.nbytes if layer.graphs else 0), self._pool)
+        layer.programs.clear()
 
     def _warm(self, program: Program) -> int:
         """Eager runs, and the bytes that the last one allocated on its way."""
@@ -167,6 +181,7 @@ class Graphs:
         self._each = max(0, taken - max(0, need - self._pool))
         self._pool = max(self._pool, need)
         self.used += taken
+        self._live += 1
         return None
 
     def _too_large(self, bucket: int, needs: dict[int, int]) -> str:

@@ -133,7 +133,7 @@ def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
             engine.refuse_unless_ready()
         _refuse_part(engine, name)
         known = sorted(engine.layers)
-        shown = ", ".join(known[:5]) + (f", ... ({len(known)} in all)" if len(known) > 5 else "")
+        shown = (", ".join(known[:5]) or "none") + (f", ... ({len(known)} in all)" if len(known) > 5 else "")
         raise WireError(
             "layer_unknown",
             f"There is no layer {name[:120]!r}; the layers are {shown}. POST /v2/repository/index lists them",

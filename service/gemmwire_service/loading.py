@@ -230,9 +230,13 @@ def _serve(
             each.backend,
             each.reason,
         )
-    with router.serving(layer.routes):
-        device.capture(layer)
-        layer.error = check(layer, weight, weights.probe, device)
+    try:
+        with router.serving(layer.routes):
+            device.capture(layer)
+            layer.error = check(layer, weight, weights.probe, device)
+    except Exception:
+        device.release(layer)
+        raise
     return layer
 
 

@@ -72,6 +72,10 @@ class Pipeline:
         widest = max(program.widest for program in layer.programs.values())
         self._staging.make_room(self._ladder.largest * widest)
 
+    def release(self, layer: Layer) -> None:
+        """Let go of the programs of a layer that is served no more."""
+        self._machine.graphs.release(layer)
+
     def allocate(self) -> None:
         """Make the pinned memory for the layers captured so far. Nothing may be under way."""
         self._staging.allocate()

@@ -105,10 +105,31 @@ class ModelIndexEntry(BaseModel):
     backend: str
 
 
+class CheckpointIndexEntry(BaseModel):
+    """A model of the repository, whose layers have entries of their own."""
+
+    name: str
+    version: str = ""
+    state: str = Field(description="READY, UNAVAILABLE, LOADING or UNLOADING")
+    reason: str
+    layers: int = Field(description="how many of it are served")
+
+
 class RepositoryIndexRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     ready: bool | None = None
+
+
+class RepositoryRequest(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    parameters: dict[str, Any] = Field({}, description="unload_dependents, ignored; of a refit, from")
+
+
+class LoadResult(BaseModel):
+    name: str
+    layers: list[str] = Field(description="the model's layers that are served now")
 
 
 class ModelStatistics(BaseModel):
@@ -132,6 +153,12 @@ class RefitResult(BaseModel):
     quantization_error: float | None = Field(description="as in config; none for MXFP8")
     arithmetic_error: float
     seconds: RefitSeconds
+
+
+class ModelRefitResult(BaseModel):
+    name: str
+    source: str = Field(description="the model of the root that the weights are from")
+    layers: list[RefitResult]
 
 
 class Problem(BaseModel):

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .check import judge
 from .checkpoint.base import LayerWeights
-from .device import Job
+from .device_work import on_device
 from .engine import Engine
 from .errors import (
     BackendError,
@@ -33,7 +33,6 @@ from .shadow import Shadow
 
 log = logging.getLogger("gemmwire.refit")
 
-T = TypeVar("T")
 Read = Callable[[], LayerWeights]
 
 
@@ -79,35 +78,57 @@ class Refit:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()  # held by whatever replaces weights, or layers
 
     async def refit(self, source: Source, if_version: int | None = None) -> Refitted:
         """Replace a layer's weight; on any error the layer answers as before, in the same version.
 
         Errors: NotReady, Draining, VersionConflict, WeightsRefused, DeviceFailed, DeviceLost.
         """
-        async with self._turn:
+        async with self.turn:
             self._engine.refuse_unless_ready()
+            self._refuse_gone(source.layer)
             refuse_version(source.layer, if_version)
             return await self._refit(source)
 
-    async def refit_all(self, sources: Sequence[Source]) -> list[Refitted]:
+    async def refit_all(self, sources: Sequence[Source], if_version: int | None = None) -> list[Refitted]:
         """Replace the weights of layers, none of them unless all can be: each is read and prepared twice.
 
         Each layer changes as a whole between two forwards, the layers one after the other.
         Errors: as `refit`; those of the first reading leave every layer as it was.
         """
-        async with self._turn:
+        async with self.turn:
             self._engine.refuse_unless_ready()
             for source in sources:
+                self._refuse_gone(source.layer)
+                refuse_version(source.layer, if_version)
+            for source in sources:
                 await self._prepare(source)
-            return [await self._refit(source) for source in sources]
+            done: list[Refitted] = []
+            for source in sources:
+                try:
+                    done.append(await self._refit(source))
+                except (WeightsRefused, DeviceFailed) as error:
+                    if not done:
+                        raise
+                    message = f"{len(done)} of {len(sources)} layers have new weights: {error}"
+                    raise DeviceFailed(message) from error
+            return done
+
+    def _refuse_gone(self, layer: Layer) -> None:
+        """Errors: VersionConflict where the layer was unloaded, or loaded again, before its turn came."""
+        if self._engine.layers.get(layer.name) is not layer:
+            raise VersionConflict(
+                f"Layer {layer.name!r} was unloaded or loaded again while its new weight waited; look at "
+                "what is served now, then ask again",
+                got=layer.version,
+            )
 
     async def _refit(self, source: Source) -> Refitted:
         candidate = await self._prepare(source)
         layer, previous = source.layer, source.layer.version
         began = time.perf_counter()
-        await self._on_device(partial(_change, source, candidate))
+        await on_device(self._engine, partial(_change, source, candidate))
         seconds = candidate.seconds._replace(exchange=time.perf_counter() - began)
         log.info(
             "layer %s: version %d, from %s, in %.3f s", layer.name, layer.version, source.name, sum(seconds)
@@ -139,36 +160,10 @@ class Refit:
         read = time.perf_counter()
         shadow = await asyncio.to_thread(Shadow.prepare, layer, weights)
         prepared = time.perf_counter()
-        trials = await self._on_device(shadow.try_out)
+        trials = await on_device(self._engine, shadow.try_out)
         judged = [await asyncio.to_thread(judge, layer, weights.weight, weights.probe, y) for y in trials]
         seconds = Seconds(read - began, prepared - read, time.perf_counter() - prepared, 0.0)
         return _Candidate(shadow, judged[0], weights.source_dtype, seconds)
-
-    async def _on_device(self, work: Callable[[], T]) -> T:
-        """Run as a job of the device, after the requests that came before."""
-        self._engine.refuse_unless_ready()  # a thread that has ended runs no job
-        return await self._post(work)
-
-    def _post(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        # Popped, because the device keeps its last job until the next, and would keep the shadow with it.
-        once = [(work, answer)]
-
-        def run() -> None:
-            job, future = once.pop()
-            try:
-                result = job()
-            except Exception as error:
-                loop.call_soon_threadsafe(_fail, future, error)
-                raise  # the device logs it, and looks whether it is lost
-            else:
-                loop.call_soon_threadsafe(_succeed, future, result)
-            finally:
-                del job, future  # an error holds this frame, and would be held by it
-
-        self._engine.post(Job(run))
-        return answer
 
 
 def refuse_version(layer: Layer, if_version: int | None) -> None:
@@ -220,13 +215,3 @@ def _change(source: Source, candidate: _Candidate) -> None:
     layer.version += 1
     layer.error = candidate.error
     layer.source, layer.source_dtype = source.name, candidate.source_dtype
-
-
-def _succeed(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

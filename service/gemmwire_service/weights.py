@@ -57,7 +57,7 @@ def weights_routes(engine: Engine, refit: Refit, max_bytes: int) -> APIRouter:
         except ClientLeft:
             return Response(status_code=400)  # to nobody
         response.headers["etag"] = f'"{result.version}"'
-        return _answer(result)
+        return answer(result)
 
     return routes
 
@@ -154,7 +154,7 @@ def _too_large(length: int, limit: int, what: str) -> WireError:
     )
 
 
-def _answer(result: Refitted) -> RefitResult:
+def answer(result: Refitted) -> RefitResult:
     return RefitResult(
         name=result.layer,
         version=str(result.version),

@@ -1,0 +1,108 @@
+"""The repository extension of the protocol: index, load, unload; and the refit of a whole model."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from gemmwire.wire import WireError
+
+from .body import declared_length, read_body
+from .engine import Engine
+from .layer import Layer
+from .protocol import (
+    CheckpointIndexEntry,
+    LoadResult,
+    ModelIndexEntry,
+    ModelRefitResult,
+    Problem,
+    RepositoryIndexRequest,
+    RepositoryRequest,
+)
+from .repository import Entry, Repository
+from .weights import answer, if_match
+
+SMALL = 64 << 10  # bytes of a body without tensors
+SOURCE = "from"
+_IGNORED = frozenset({"unload_dependents"})
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (400, 404, 409, 413, 500, 503)
+}
+
+Form = TypeVar("Form", bound=BaseModel)
+
+
+def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v2/repository/index")
+    async def index(request: Request) -> list[ModelIndexEntry | CheckpointIndexEntry]:
+        form = await _form(request, RepositoryIndexRequest)
+        entries: list[ModelIndexEntry | CheckpointIndexEntry]
+        entries = [_layer(layer) for layer in engine.layers.values()]
+        if repository.open:
+            entries += [_model(entry) for entry in await repository.index()]
+        return [entry for entry in entries if entry.state == "READY" or not form.ready]
+
+    @routes.post("/v2/repository/models/{model}/load", responses=_PROBLEMS)
+    async def load(model: str, request: Request) -> LoadResult:
+        _refuse_parameters(await _form(request, RepositoryRequest), known=_IGNORED)
+        return LoadResult(name=model, layers=[layer.name for layer in await repository.load(model)])
+
+    @routes.post("/v2/repository/models/{model}/unload", responses=_PROBLEMS)
+    async def unload(model: str, request: Request) -> LoadResult:
+        _refuse_parameters(await _form(request, RepositoryRequest), known=_IGNORED)
+        await repository.unload(model)
+        return LoadResult(name=model, layers=[])
+
+    @routes.post(
+        "/v2/repository/models/{model}/refit",
+        summary="Replace every weight of a model in place, by those of a folder of the model root",
+        responses=_PROBLEMS,
+    )
+    async def refit(model: str, request: Request) -> ModelRefitResult:
+        form = await _form(request, RepositoryRequest)
+        _refuse_parameters(form, known=frozenset({SOURCE}))
+        source = form.parameters.get(SOURCE, model)
+        if not isinstance(source, str):
+            raise WireError("request_invalid", f"Parameter {SOURCE!r} is no string; name a model of the root")
+        done = await repository.refit(model, source, if_match(request.headers.get("if-match")))
+        return ModelRefitResult(name=model, source=source, layers=[answer(each) for each in done])
+
+    return routes
+
+
+async def _form(request: Request, form: type[Form]) -> Form:
+    body = await read_body(request.receive, declared_length(dict(request.headers.raw), SMALL), SMALL, 0)
+    return form.model_validate_json(bytes(body) or b"{}")
+
+
+def _refuse_parameters(form: RepositoryRequest, known: frozenset[str]) -> None:
+    for name in form.parameters:
+        if name not in known:
+            raise WireError(
+                "request_invalid",
+                f"Parameter {name[:80]!r} is not offered: a model is what its folder holds, neither "
+                "configured nor sent with the request",
+                expected=sorted(known),
+                got=name[:80],
+            )
+
+
+def _layer(layer: Layer) -> ModelIndexEntry:
+    return ModelIndexEntry(
+        name=layer.name,
+        version=str(layer.version),
+        state="READY",
+        reason="",
+        n=layer.spec.n,
+        k=layer.spec.k,
+        bias=layer.spec.bias,
+        backend=layer.backend.name,
+    )
+
+
+def _model(entry: Entry) -> CheckpointIndexEntry:
+    return CheckpointIndexEntry(**entry._asdict())
