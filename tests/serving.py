@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from gemmwire_service.app import Service, create_app
-from gemmwire_service.connection import Lane
 from gemmwire_service.device import Job
 from gemmwire_service.engine import Engine, State
+from gemmwire_service.lane import Lane
 from gemmwire_service.listener import bind, url
 from gemmwire_service.server import make_server
 from gemmwire_service.settings import Settings

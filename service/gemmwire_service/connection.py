@@ -13,7 +13,6 @@ import logging
 from typing import Any, cast
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gemmwire import wire
@@ -24,95 +23,15 @@ from .body import aligned
 from .call import Call
 from .errors import EngineError
 from .head import END, START, Head, parse_head
-from .infer import Infer, Reply, encodes_elsewhere, error_reply, request_id
+from .infer import Reply, encodes_elsewhere, error_reply, request_id
+from .lane import Lane
 from .layer import Layer
+from .uvicorn_protocol import UvicornProtocol
 
 log = logging.getLogger("gemmwire.http")
 
-_READ = 256 << 10  # bytes of one read while no body is expected
 _LONGEST_HEAD = 8 << 10
 _JOIN_BELOW = 64 << 10  # one small copy is cheaper than one more system call
-
-
-class Lane:
-    """What the connections of one server share."""
-
-    def __init__(self, infer: Infer) -> None:
-        self.infer = infer
-        self.begun = 0  # requests whose head has come and whose answer has not left
-        self.alone = False  # the last two requests came from one connection: nobody else's is to be expected
-        self._last: Connection | None = None
-        self._starts: dict[int, bytes] = {}
-        self._fields: list[tuple[bytes, bytes]] = []
-        self._gathering = False
-        self._gathered: list[tuple[asyncio.Transport, list[wire.Buffer], bool]] = []
-        # A read is consumed before the event loop makes the next one, so that one buffer serves them all.
-        self.buffer = memoryview(bytearray(_READ))
-
-    def start(self, status: int, fields: list[tuple[bytes, bytes]]) -> bytes:
-        """The status line and the fields of every answer, which the server replaces once a second."""
-        if fields is not self._fields:
-            self._starts.clear()
-            self._fields = fields
-        if status not in self._starts:
-            lines = [name + b": " + value + b"\r\n" for name, value in fields]
-            self._starts[status] = b"".join([STATUS_LINE[status], *lines])
-        return self._starts[status]
-
-    def __enter__(self) -> None:
-        """Send nothing until the block ends, then all of it at once.
-
-        A client that is woken by its answer while the next one is still written out goes to sleep again
-        before that comes, and waking it costs more than the rest of sending it.
-        """
-        self._gathering = True
-
-    def __exit__(self, *_: object) -> None:
-        self._gathering = False
-        gathered, self._gathered = self._gathered, []
-        for transport, buffers, close in gathered:
-            _send(transport, buffers, close)
-
-    def send(self, transport: asyncio.Transport, buffers: list[wire.Buffer], *, close: bool) -> None:
-        if self._gathering:
-            self._gathered.append((transport, buffers, close))
-        else:
-            _send(transport, buffers, close)
-
-    def begin(self, connection: Connection) -> None:
-        self.begun += 1
-        self.alone = connection is self._last
-        self._last = connection
-
-    def forget(self, connection: Connection) -> None:
-        if connection is self._last:
-            self._last = None
-
-
-class _Uvicorn(HttpToolsProtocol):
-    """uvicorn's protocol, which can say whether it is between two requests."""
-
-    _in_message = False
-
-    def on_message_begin(self) -> None:
-        self._in_message = True
-        super().on_message_begin()
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_message = False
-
-    @property
-    def idle(self) -> bool:
-        return (
-            not self._in_message
-            and not self.pipeline
-            and (self.cycle is None or self.cycle.response_complete)
-        )
-
-    def take_over(self) -> None:
-        """Another answers the connection's next request; this one's timer must not close it."""
-        self._unset_keepalive_if_required()
 
 
 class _Exchange:
@@ -143,7 +62,7 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         self._lane = lane
         self._state = server_state
-        self._uvicorn = _Uvicorn(config, server_state, app_state, _loop)
+        self._uvicorn = UvicornProtocol(config, server_state, app_state, _loop)
         self._loop = self._uvicorn.loop
         self._keep_alive_s = config.timeout_keep_alive
         self._transport: asyncio.Transport
@@ -152,7 +71,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writing = True  # the client reads its answers
         self._closing = False  # the server wants it closed after this answer
         self._last_active = 0.0
-        self._idle_timer: asyncio.TimerHandle | None = None
+        self._unread = 0  # bytes of answers, when last looked at
+        self._timer: asyncio.TimerHandle | None = None
 
     # --- the transport ---
 
@@ -163,12 +83,12 @@ class Connection(asyncio.BufferedProtocol):
         self._state.connections.discard(self._uvicorn)
         self._state.connections.add(self)  # type: ignore[arg-type]
         self._last_active = self._loop.time()
-        self._watch_idle(self._keep_alive_s)
+        self._look_in(self._keep_alive_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(self)
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._early = b""
         self._lane.forget(self)
         exchange, self._exchange = self._exchange, None
@@ -194,18 +114,34 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is None:
             self._uvicorn.shutdown()
 
-    def _watch_idle(self, seconds: float) -> None:
-        self._idle_timer = self._loop.call_later(seconds, self._close_if_idle)
+    def _look_in(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(seconds, self._close_if_stuck)
 
-    def _close_if_idle(self) -> None:
-        """One timer a connection, not one a request."""
-        idle_s = self._loop.time() - self._last_active
-        if self._exchange is not None or not self._uvicorn.idle or self._uvicorn.timeout_keep_alive_task:
-            self._watch_idle(self._keep_alive_s)
-        elif idle_s < self._keep_alive_s:
-            self._watch_idle(self._keep_alive_s - idle_s)
-        else:
+    def _close_if_stuck(self) -> None:
+        """End what its client has let rest: between two requests, in the middle of one, or of an answer.
+
+        One timer a connection, not one a request.
+        """
+        now = self._loop.time()
+        unread = self._transport.get_write_buffer_size()
+        if unread != self._unread:
+            self._unread, self._last_active = unread, now
+        left = self._keep_alive_s - (now - self._last_active)
+        if left > 0:
+            self._look_in(left)
+        elif unread:
+            self._transport.abort()  # closing would wait until all of it is read
+        elif self._awaits_client:
             self._transport.close()
+        else:
+            self._look_in(self._keep_alive_s)
+
+    @property
+    def _awaits_client(self) -> bool:
+        if self._exchange is not None:
+            return self._exchange.missing > 0
+        other = self._uvicorn
+        return other.timeout_keep_alive_task is None and (other.idle or other.awaits_client)
 
     # --- reading ---
 
@@ -269,7 +205,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.pause_reading()
 
     def _take_early(self) -> None:
-        if self._exchange is None and self._writing and not self._transport.is_closing():
+        ready = self._exchange is None and self._writing and not self._transport.is_closing()
+        if ready and self._early:  # else reading may be paused for uvicorn's reasons
             early, self._early = self._early, b""
             self._transport.resume_reading()
             self._receive(memoryview(early))
@@ -348,12 +285,3 @@ class Connection(asyncio.BufferedProtocol):
         lines = start + f"{fields}\r\n".encode()
         whole: list[wire.Buffer] = [lines, *reply.buffers]
         return [b"".join(whole)] if size < _JOIN_BELOW else whole
-
-
-def _send(transport: asyncio.Transport, buffers: list[wire.Buffer], close: bool) -> None:
-    if len(buffers) == 1:
-        transport.write(buffers[0])
-    else:
-        transport.writelines(buffers)
-    if close:
-        transport.close()

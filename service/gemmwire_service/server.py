@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import uvicorn
 
 from .app import Service
-from .connection import Connection, Lane
+from .connection import Connection
+from .lane import Lane
 from .listener import BACKLOG
 from .settings import Settings
+from .uvicorn_protocol import UvicornProtocol
 
 # Longer than the pools of common clients and proxies keep a connection, so that they close it, not we.
 KEEP_ALIVE_S = 75
@@ -50,6 +52,6 @@ def _alone(tasks: set[asyncio.Task[None]], lane: Lane | None) -> bool:
     return len(tasks) + lane.begun == 1 and lane.alone
 
 
-def _protocol(lane: Lane | None) -> type[asyncio.Protocol] | Literal["httptools"]:
+def _protocol(lane: Lane | None) -> type[asyncio.Protocol]:
     """What uvicorn calls for every connection."""
-    return "httptools" if lane is None else cast(type[asyncio.Protocol], partial(Connection, lane))
+    return UvicornProtocol if lane is None else cast(type[asyncio.Protocol], partial(Connection, lane))

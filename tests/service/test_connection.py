@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from gemmwire_service import connection
 from gemmwire_service.connection import Connection
 from gemmwire_service.head import parse_head
 from http_calls import HEADER_LENGTH, call, infer, json_message, message
+from links import GOOD, X, answers, held, linked, request, statuses
 from serving import Served, hold, serving, settings, until
-
-X = torch.linspace(-2, 3, 3 * 128).view(3, 128)
 
 
 @pytest.fixture(scope="module")
@@ -34,62 +34,6 @@ def asgi(checkpoint: object) -> Iterator[Served]:
     options = settings(model=(f"m={checkpoint}",), random_layer=("tall=200000x32",), fast_path=False)
     with serving(options) as served:
         yield served
-
-
-@contextmanager
-def linked(served: Served) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
-        yield link
-
-
-@contextmanager
-def held(served: Served) -> Iterator[None]:
-    gate = threading.Event()
-    hold(served.engine, gate)
-    try:
-        yield
-    finally:
-        gate.set()
-
-
-def request(
-    body: bytes,
-    length: int | None = None,
-    *,
-    path: str = "/v2/models/m.plain/infer",
-    version: str = "1.1",
-    **headers: str,
-) -> bytes:
-    fields = {"Host": "x", "Content-Length": str(len(body))}
-    if length is not None:
-        fields[HEADER_LENGTH] = str(length)
-    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"POST {path} HTTP/{version}\r\n{lines}\r\n".encode() + body
-
-
-GOOD = request(*message(X))
-
-
-def answers(link: socket.socket, count: int) -> list[bytes]:
-    """That many whole answers, each with its head."""
-    found: list[bytes] = []
-    received = b""
-    while len(found) < count:
-        head, end, rest = received.partition(b"\r\n\r\n")
-        size = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
-        if end and size is not None and len(rest) >= int(size[1]):
-            found.append(head + end + rest[: int(size[1])])
-            received = rest[int(size[1]) :]
-            continue
-        chunk = link.recv(1 << 20)
-        assert chunk, f"closed after {len(found)} answers and {received[:200]!r}"
-        received += chunk
-    return found
-
-
-def statuses(found: list[bytes]) -> list[int]:
-    return [int(answer[9:12]) for answer in found]
 
 
 def steady(answer: bytes) -> bytes:
@@ -276,21 +220,29 @@ def test_a_fault_of_ours_is_one_requests_500(fast: Served, monkeypatch: pytest.M
     assert fast.lane.begun == 0
 
 
-def test_an_idle_connection_is_closed_and_a_used_one_is_not(
-    checkpoint: object, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_sent_to_one_client_ends_that_one(
+    fast: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards: uvicorn's timer of an earlier answer closing the connection under this path's requests."""
-    monkeypatch.setattr("gemmwire_service.server.KEEP_ALIVE_S", 1)
-    with serving(settings(model=(f"m={checkpoint}",))) as served, linked(served) as link:
-        link.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        answers(link, 1)
-        for _ in range(8):
-            time.sleep(0.25)
-            link.sendall(GOOD)
-            assert statuses(answers(link, 1)) == [200]
-        began = time.monotonic()
-        assert link.recv(1) == b""
-        assert time.monotonic() - began > 0.5
+    """Guards: the other answers of a batch lost with the one that could not be written."""
+    real = Connection._message
+    made: list[bytes] = []
+
+    def first_broken(self: Connection, *arguments: Any) -> list[Any]:
+        whole = real(self, *arguments)
+        made.append(b"")
+        return ["no bytes"] if len(made) == 1 else whole
+
+    with linked(fast) as one, linked(fast) as two:
+        with held(fast):
+            one.sendall(GOOD)
+            until(lambda: fast.engine.waiting == 1, "the request did not arrive")
+            two.sendall(GOOD)
+            until(lambda: fast.engine.waiting == 2, "the request did not arrive")
+            monkeypatch.setattr(Connection, "_message", first_broken)
+        assert statuses(answers(two, 1)) == [200]
+        with suppress(ConnectionResetError):
+            assert one.recv(1) == b""
+    assert "could not be sent" in caplog.text
 
 
 def test_a_stopping_server_answers_what_is_under_way_and_closes(checkpoint: object) -> None:

@@ -1,0 +1,74 @@
+"""uvicorn's own protocol, for what `connection` does not take: told apart, and with a bound on a head."""
+
+from __future__ import annotations
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gemmwire.wire import WireError
+
+from .infer import error_reply
+
+LONGEST_HEAD = 64 << 10  # bytes of a head, or of what describes a chunked body
+
+
+class UvicornProtocol(HttpToolsProtocol):
+    _in_message = False
+    _got_on = False
+    _stuck = 0  # bytes since the parser last came to the end of a head, a piece of a body or a message
+
+    def data_received(self, data: bytes) -> None:
+        """The parser joins what it has of a field to each piece that comes, however long that is by then."""
+        self._got_on = False
+        super().data_received(data)
+        self._stuck = 0 if self._got_on else self._stuck + len(data)
+        if self._stuck > LONGEST_HEAD and not self.transport.is_closing():
+            if self.between_answers:
+                self.transport.write(_too_large())
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._in_message = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._got_on = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._got_on = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._got_on = True
+        super().on_message_complete()
+        self._in_message = False
+
+    @property
+    def between_answers(self) -> bool:
+        return not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is between two requests."""
+        return not self._in_message and self.between_answers
+
+    @property
+    def awaits_client(self) -> bool:
+        """Whether the rest of a request is to come, and would be read."""
+        return self._in_message and not self.flow.read_paused
+
+    def take_over(self) -> None:
+        """Another answers the connection's next request; this one's timer must not close it."""
+        self._unset_keepalive_if_required()
+
+
+def _too_large() -> bytes:
+    error = WireError(
+        "head_too_large",
+        f"The request's head has more than {LONGEST_HEAD} bytes; send fewer or shorter header fields",
+        status=431,
+        expected=f"<= {LONGEST_HEAD} bytes",
+    )
+    body = b"".join(error_reply(error, {}).buffers)
+    fields = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    return STATUS_LINE[431] + fields + body
