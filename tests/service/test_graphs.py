@@ -110,6 +110,25 @@ def test_what_a_capture_allocates_counts_once_for_all_graphs() -> None:
     assert eager_of(first) == eager_of(second) == {}
 
 
+def test_a_layer_that_leaves_gives_its_share_of_the_budget_back() -> None:
+    """Guards: a server that loads and unloads until no layer has graphs any more."""
+    found, recorder = graphs(budget=1000, bytes_each=100, bytes_transient=10)
+    for number in range(1, 9):
+        served = layer()
+        served.programs = found.capture(served)
+        assert eager_of(served) == {}, f"layer {number}"
+        assert found.used == 400
+        found.release(served)
+        recorder.taken -= 400
+        assert (found.used, served.programs) == (0, {})
+    kept, leaving = layer(), layer()
+    kept.programs, leaving.programs = found.capture(kept), found.capture(leaving)
+    found.release(leaving)
+    assert found.used == 400
+    found.release(layer())  # one that was never captured
+    assert found.used == 400
+
+
 def test_a_budget_of_nothing_switches_them_off() -> None:
     found, recorder = graphs(budget=0)
     served = layer()
