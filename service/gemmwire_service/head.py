@@ -17,7 +17,7 @@ END = b"\r\n\r\n"
 _PATH = re.compile(rb"/v2/models/([A-Za-z0-9._~-]+)(?:/versions/([A-Za-z0-9._~-]+))?/infer")
 _REMEMBERED = 1024  # bytes: a head as clients of tensors have it
 # Each asks for something that uvicorn and the ASGI endpoint do.
-_NOT_PLAIN = (b"transfer-encoding", b"expect", b"upgrade", b"content-encoding")
+_NOT_PLAIN = (b"transfer-encoding", b"expect", b"content-encoding")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def _parse(head: bytes) -> Head | None:
     found = _Collector()
     try:
         found.parser.feed_data(head)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+    except httptools.HttpParserUpgrade:
+        pass  # HTTP/2 is offered, as Java's client does at first; the request is a whole one without it
+    except httptools.HttpParserError:
         return None
     path = _PATH.fullmatch(found.url)
     headers = dict(found.fields)

@@ -14,10 +14,13 @@ LONGEST_HEAD = 64 << 10  # bytes of a head, or of what describes a chunked body
 class UvicornProtocol(HttpToolsProtocol):
     _in_message = False
     _got_on = False
+    _deaf = False  # what else comes has no meaning
     _stuck = 0  # bytes since the parser last came to the end of a head, a piece of a body or a message
 
     def data_received(self, data: bytes) -> None:
         """The parser joins what it has of a field to each piece that comes, however long that is by then."""
+        if self._deaf:
+            return
         self._got_on = False
         super().data_received(data)
         self._stuck = 0 if self._got_on else self._stuck + len(data)
@@ -25,6 +28,13 @@ class UvicornProtocol(HttpToolsProtocol):
             if self.between_answers:
                 self.transport.write(_too_large())
             self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer is declined; but the parser has skipped the body, and takes it for the next request."""
+        super()._unsupported_upgrade_warning()
+        if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
+            self._deaf = True
+            self.cycle.keep_alive = False
 
     def on_message_begin(self) -> None:
         self._in_message = True
