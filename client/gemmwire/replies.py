@@ -50,7 +50,7 @@ def read_answer(reply: Reply, sent: Sent) -> Answer:
 
 def read_layers(reply: Reply) -> list[LayerInfo]:
     entries = _document(reply, list)
-    return [_layer(entry, {}) for entry in entries]
+    return [_layer(entry, {}) for entry in entries if not _is_model(entry)]
 
 
 def read_layer(reply: Reply) -> LayerInfo:
@@ -143,6 +143,11 @@ def _output(response: wire.InferResponse, sent: Sent) -> wire.Tensor:
     if len(y.shape) != len(sent.shape) or y.shape[:-1] != sent.shape[:-1]:
         raise _misfit(f"y has shape {list(y.shape)}, but x had shape {list(sent.shape)}")
     return y
+
+
+def _is_model(entry: object) -> bool:
+    """Whether an entry of the index is a model as a whole, whose layers have entries of their own."""
+    return isinstance(entry, dict) and "layers" in entry
 
 
 def _layer(entry: object, config: Mapping[str, Any]) -> LayerInfo:

@@ -19,6 +19,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
+import gemmwire
 from gemmwire_service.announce import lines
 from gemmwire_service.loading import Loader
 from http_calls import Reply, call, infer, message
@@ -142,6 +143,12 @@ def test_the_index_says_what_can_be_loaded_and_why_not(served: Served, root: Pat
     assert change(served, "unload", "live").status == 200
     assert index(served)["live"] == ("UNAVAILABLE", "unloaded")
     assert "model_repository" in call(served, "GET", "/v2").json["extensions"]
+
+
+def test_a_client_lists_layers_and_not_models(served: Served) -> None:
+    assert change(served, "load", "live").status == 200
+    with gemmwire.Client(served.url) as client:
+        assert [layer.name for layer in client.layers()] == ["other", "live.down", "live.up"]
 
 
 def test_without_a_root_nothing_is_loaded_or_unloaded(checkpoint: Path) -> None:
