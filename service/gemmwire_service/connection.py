@@ -228,8 +228,8 @@ class Connection(asyncio.BufferedProtocol):
     def _answered(self, item: Item) -> None:
         """Hears of the item of the exchange under way; `connection_lost` has taken back every other."""
         exchange = self._exchange
-        if exchange is None or exchange.call is None:
-            return None
+        if exchange is None or exchange.call is None or exchange.call.x is not item.x:
+            return None  # of a request that was refused after all, by a fault of ours
         try:
             if not isinstance(item.outcome, Answer):
                 raise item.outcome or AssertionError("an item is settled with an outcome")

@@ -44,7 +44,7 @@ class _Collector:
     """What the parser calls back."""
 
     def __init__(self) -> None:
-        self.parser: Any = httptools.HttpRequestParser(self)
+        self.parser: Any = None
         self.url = b""
         self.fields: list[tuple[bytes, bytes]] = []
         self.complete = False
@@ -68,15 +68,18 @@ class _Collector:
 
 def _parse(head: bytes) -> Head | None:
     found = _Collector()
+    parser = found.parser = httptools.HttpRequestParser(found)
     try:
-        found.parser.feed_data(head)
+        parser.feed_data(head)
     except httptools.HttpParserUpgrade:
         pass  # HTTP/2 is offered, as Java's client does at first; the request is a whole one without it
     except httptools.HttpParserError:
         return None
+    finally:
+        found.parser = None  # a cycle
     path = _PATH.fullmatch(found.url)
     headers = dict(found.fields)
-    if path is None or not found.complete or found.parser.get_http_version() != "1.1":
+    if path is None or not found.complete or parser.get_http_version() != "1.1":
         return None
     if len(headers) != len(found.fields) or any(name in headers for name in _NOT_PLAIN):
         return None

@@ -220,6 +220,30 @@ def test_a_fault_of_ours_is_one_requests_500(fast: Served, monkeypatch: pytest.M
     assert fast.lane.begun == 0
 
 
+def test_an_answer_that_comes_after_a_fault_is_not_the_next_requests(
+    fast: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: the rows of a request that was told 500 in the answer to the next one."""
+    real = fast.engine.submit
+
+    def broken(*arguments: Any) -> None:
+        real(*arguments)
+        raise RuntimeError("a fault")
+
+    other = request(*message(X + 1))
+    with linked(fast) as link:
+        link.sendall(other)
+        expected = answers(link, 1)[0]
+        with held(fast):
+            with monkeypatch.context() as patch:
+                patch.setattr(fast.engine, "submit", broken)
+                link.sendall(GOOD)
+                assert statuses(answers(link, 1)) == [500]
+            link.sendall(other)
+            until(lambda: fast.engine.waiting == 2, "the request did not arrive")
+        assert answers(link, 1)[0].endswith(expected[-3 * 64 * 4 :])
+
+
 def test_what_cannot_be_sent_to_one_client_ends_that_one(
     fast: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
