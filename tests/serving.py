@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -15,7 +15,7 @@ from gemmwire_service.app import Service, create_app
 from gemmwire_service.device import Job
 from gemmwire_service.engine import Engine, State
 from gemmwire_service.lane import Lane
-from gemmwire_service.listener import bind, url
+from gemmwire_service.listener import bind, unix_listener, url
 from gemmwire_service.server import make_server
 from gemmwire_service.settings import Settings
 
@@ -48,7 +48,9 @@ def serving(
         prepare(app)
     engine: Engine = app.state.engine
     server = make_server(app, options)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    stack = ExitStack()
+    sockets = [listener, *([stack.enter_context(unix_listener(options.uds))] if options.uds else [])]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
     thread.start()
 
     def stop() -> None:
@@ -65,6 +67,7 @@ def serving(
         stop()
         thread.join(timeout=30)
         listener.close()
+        stack.close()
 
 
 def until(condition: Callable[[], object], failure: str, seconds: float = 30.0) -> None:

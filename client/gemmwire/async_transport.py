@@ -73,16 +73,21 @@ class AsyncHTTPTransport:
         return reply
 
     async def _connect(self, deadline: Deadline) -> AsyncConnection:
-        connecting = asyncio.get_running_loop().create_connection(
+        try:
+            _, connection = await asyncio.wait_for(self._connecting(), deadline.left())
+        except asyncio.TimeoutError as error:
+            # On Python 3.10 it is a class of its own.
+            raise (error if isinstance(error, OSError) else TimeoutError()) from None
+        return connection
+
+    async def _connecting(self) -> tuple[asyncio.BaseTransport, AsyncConnection]:
+        loop = asyncio.get_running_loop()
+        if self._url.socket:
+            return await loop.create_unix_connection(AsyncConnection, self._url.socket)
+        return await loop.create_connection(
             AsyncConnection,
             self._url.host,
             self._url.port,
             ssl=self._tls,
             server_hostname=None if self._tls is None else self._url.host,
         )
-        try:
-            _, connection = await asyncio.wait_for(connecting, deadline.left())
-        except asyncio.TimeoutError as error:
-            # On Python 3.10 it is a class of its own.
-            raise (error if isinstance(error, OSError) else TimeoutError()) from None
-        return connection

@@ -16,7 +16,8 @@ class Connection:
     """Errors are those of sockets, and `WireError` for an answer that cannot be read."""
 
     def __init__(self, sock: socket.socket, *, tls: bool = False) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._tls = tls
         self._incoming = Incoming()

@@ -21,7 +21,7 @@ class ClientClosed(ConnectionError):
 
 def transport_error(error: OSError, request: Request, url: Url, timeout: float | None) -> TransportError:
     """TimeoutError is the call's own `timeout`, unless it has the number of a system's error."""
-    what = f"{request.method} {url.scheme}://{url.authority}{request.path}"
+    what = f"{request.method} {url.origin}{request.path}"
     if isinstance(error, TimeoutError) and timeout is not None and error.errno is None:
         busy = f"; {error}" if isinstance(error, Busy) else ""
         return TimedOut(f"{what}: no complete answer within {timeout:g} s{busy}")

@@ -110,6 +110,8 @@ class HTTPTransport:
         return Sent(request, connection, fresh=True)
 
     def _connect(self, deadline: Deadline) -> Connection:
+        if self.url.socket:
+            return Connection(_unix_socket(self.url.socket, deadline))
         sock = socket.create_connection((self.url.host, self.url.port), deadline.left())
         try:
             if self._tls is not None:
@@ -118,6 +120,19 @@ class HTTPTransport:
         except BaseException:
             sock.close()
             raise
+
+
+def _unix_socket(path: str, deadline: Deadline) -> socket.socket:
+    if not hasattr(socket, "AF_UNIX"):
+        raise OSError("this system has no Unix sockets; use the server's http address")
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(deadline.left())
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _send(connection: Connection, request: Request, deadline: Deadline) -> None:

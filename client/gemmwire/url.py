@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from .errors import InvalidArgument
 
 _PORTS = {"http": 80, "https": 443}
+_UNIX = "unix"
 
 
 @dataclass(frozen=True)
 class Url:
-    """`prefix` is the path that every request's path is put behind, "" or "/a/b"."""
+    """`prefix` is the path that every request's path is put behind, "" or "/a/b".
+
+    `socket` is the path of a Unix socket, else "".
+    """
 
     scheme: str
     host: str
     port: int
     prefix: str
+    socket: str = ""
 
     @property
     def authority(self) -> str:
         """The Host header: the port only where it is not the scheme's own."""
+        if self.socket:
+            return self.host
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
+    @property
+    def origin(self) -> str:
+        """The address without the prefix."""
+        return f"{self.scheme}://{quote(self.socket) or self.authority}"
+
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.authority}{self.prefix}"
+        return self.origin + self.prefix
 
 
 def parse_url(text: str) -> Url:
-    """`http://host[:port][/prefix]`, or https. Errors: `InvalidArgument`."""
+    """`http://host[:port][/prefix]`, or https; `unix:///path` of a socket. Errors: `InvalidArgument`."""
     if not isinstance(text, str) or any(character <= " " or character == "\x7f" for character in text):
         raise _invalid(text, "it must be a string without spaces or control characters")
     try:
@@ -38,8 +50,10 @@ def parse_url(text: str) -> Url:
         host, port = (parts.hostname or "").encode("idna").decode(), parts.port
     except ValueError as error:  # UnicodeError, from a host name that cannot be, is one
         raise _invalid(text, f"it cannot be read: {error}") from None
+    if parts.scheme == _UNIX:
+        return _unix(text, parts.netloc, parts.path, parts.query or parts.fragment)
     if parts.scheme not in _PORTS:
-        raise _invalid(text, "it must start with http:// or https://")
+        raise _invalid(text, "it must start with http://, https:// or unix:///")
     if parts.username is not None or parts.password is not None:
         raise _invalid(
             "...@" + parts.netloc.rpartition("@")[2], "send credentials in a header: headers={...}"
@@ -50,6 +64,13 @@ def parse_url(text: str) -> Url:
         raise _invalid(text, "it must end with its path; a query or fragment has no meaning here")
     prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
     return Url(parts.scheme, host, _PORTS[parts.scheme] if port is None else port, prefix)
+
+
+def _unix(text: str, host: str, path: str, rest: str) -> Url:
+    socket = unquote(path)
+    if host or rest or len(socket) < 2 or "\0" in socket:
+        raise _invalid(text, "behind unix:// comes the absolute path of a socket: unix:///run/gemmwire.sock")
+    return Url(_UNIX, "localhost", 0, "", socket)
 
 
 def segment(name: str, what: str) -> str:

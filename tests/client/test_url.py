@@ -25,6 +25,8 @@ from gemmwire.url import Url, parse_url, segment
             "http://b\u00fccher.example", Url("http", "xn--bcher-kva.example", 80, ""), None, id="idna"
         ),
         pytest.param("http://h:0", Url("http", "h", 0, ""), "h:0", id="port-0"),
+        pytest.param("unix:///a/s", Url("unix", "localhost", 0, "", "/a/s"), "localhost", id="unix"),
+        pytest.param("unix:///a%20b", Url("unix", "localhost", 0, "", "/a b"), "localhost", id="unix-quoted"),
     ],
 )
 def test_an_address_is_taken_apart(text: str, url: Url, authority: str | None) -> None:
@@ -52,6 +54,10 @@ def test_an_address_is_taken_apart(text: str, url: Url, authority: str | None) -
         pytest.param("http://h/#a", "query or fragment", id="fragment"),
         pytest.param("http://h/a b", "without spaces", id="space"),
         pytest.param("http://h/\r\nX: 1", "without spaces or control", id="line-break"),
+        pytest.param("unix://a/s", "absolute path", id="unix-relative"),
+        pytest.param("unix:///", "absolute path", id="unix-root"),
+        pytest.param("unix:///a%00b", "absolute path", id="unix-null"),
+        pytest.param("unix:///a?b=1", "absolute path", id="unix-query"),
         pytest.param("http://h\t", "without spaces or control", id="tab"),
         pytest.param(None, "must be a string", id="none"),
         pytest.param(b"http://h", "must be a string", id="bytes"),
