@@ -27,7 +27,7 @@ from .errors import (
     WeightsRefused,
 )
 from .layer import Layer
-from .loading import Loader, Model, progress_of
+from .loader import Loader, Model, progress_of
 from .model_root import ModelRoot
 from .refit import Refit, Refitted, Source
 from .settings import ModelSource
@@ -178,8 +178,8 @@ class Repository:
 
     async def _layer(self, model: Model, name: str) -> Layer:
         device = self._engine.device
-        weights = await asyncio.to_thread(self._loader.read, model, name, device.device)
-        return await on_device(self._engine, partial(self._loader.serve_later, model, name, weights, device))
+        ready = await asyncio.to_thread(self._loader.ready, model, name, device.device)
+        return await on_device(self._engine, partial(self._loader.serve_later, model, name, ready, device))
 
     def _exchange(self, old: Iterable[Layer], new: Iterable[Layer]) -> None:
         for layer in old:

@@ -55,8 +55,10 @@ class Router:
     cache: Path | None
     tuners: dict[str, Tuner] = field(default_factory=dict)
 
-    def route(self, spec: LayerSpec, weight: MxWeight) -> Routes:
+    def route(self, spec: LayerSpec, weight: MxWeight, made: PreparedWeight | None = None) -> Routes:
         """Prepare the weight and try every bucket of it, backend after backend, until each has a route.
+
+        `made`: the weight as the first of them has prepared it already.
 
         Errors: BackendError naming each backend with its reason where a bucket is left; a backend that was
         named alone is binding, and its failure at any bucket is that error.
@@ -69,7 +71,8 @@ class Router:
         while missing:
             selection = select(spec, self.device, self.choice, failed)
             name = selection.backend.name
-            found, failures = self._try(selection.backend, weight, missing)
+            found, failures = self._try(selection.backend, weight, missing, made)
+            made = None
             routes |= found
             fallbacks += [Fallback(each.bucket, name, each.reason) for each in failures]
             missing = tuple(each.bucket for each in failures)
@@ -91,11 +94,15 @@ class Router:
             yield
 
     def _try(
-        self, backend: Backend, weight: MxWeight, buckets: tuple[int, ...]
+        self,
+        backend: Backend,
+        weight: MxWeight,
+        buckets: tuple[int, ...],
+        made: PreparedWeight | None,
     ) -> tuple[dict[int, Route], tuple[BucketFailure, ...]]:
         """What the backend runs of these buckets; its form of the weight is kept by the routes alone."""
         try:
-            form = backend.prepare(weight, self.device)
+            form = made or backend.prepare(weight, self.device)
         except Exception as error:  # out of memory, or values it cannot hold: another backend may
             refuse_lost(self.device, error)
             return {}, tuple(BucketFailure(bucket, reason(error)) for bucket in buckets)

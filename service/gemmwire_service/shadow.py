@@ -88,14 +88,15 @@ def _buckets(layer: Layer, rows: int) -> list[int]:
 def _form(layer: Layer, weights: LayerWeights, bucket: int) -> Form:
     route = layer.routes.by_bucket[bucket]
     device = device_of(route.weight)
-    with _aside(device):
+    with aside(device):
         new = route.backend.prepare(weights.weight, device)
     paired(route.weight, new)
     return Form(route.backend, route.weight, new, bucket, route.plan)
 
 
-def _aside(device: torch.device) -> AbstractContextManager[None]:
-    """A stream beside that of the forwards, always the same one: memory is given again on its own stream."""
+def aside(device: torch.device) -> AbstractContextManager[None]:
+    """For a weight that is prepared while forwards run: a stream beside theirs, always the same one, because
+    memory is given again on its own stream."""
     return nullcontext() if device.type != "cuda" else _OnStream(_stream(device))
 
 

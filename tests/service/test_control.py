@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from safetensors.torch import save_file
 from torch import Tensor
 
-import gemmwire_service.loading as loading
+import gemmwire_service.loader as loader
 from gemmwire_service.app import create_app
 from gemmwire_service.backends.emulation import Emulation
 from gemmwire_service.checkpoint import open_checkpoint
@@ -114,7 +114,7 @@ def slow_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert gate.wait(30)
         return real(path, **options)
 
-    monkeypatch.setattr(loading, "open_checkpoint", open_late)
+    monkeypatch.setattr(loader, "open_checkpoint", open_late)
     yield gate
     gate.set()
 

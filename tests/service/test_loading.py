@@ -15,7 +15,7 @@ from gemmwire_service.buckets import Ladder
 from gemmwire_service.device import Device
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.layer import Layer
-from gemmwire_service.loading import load_layers
+from gemmwire_service.loader import load_layers
 from gemmwire_service.mxfp8.layout import ScaleLayout, swizzle
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.settings import Settings

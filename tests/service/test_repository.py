@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 
 import gemmwire
 from gemmwire_service.announce import lines
-from gemmwire_service.loading import Loader
+from gemmwire_service.loader import Loader
 from http_calls import Reply, call, infer, message
 from oracle import assert_same_bits, reference, rounded_once, sparse
 from serving import Served, hold, serving, settings, until
