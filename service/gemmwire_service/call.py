@@ -9,9 +9,9 @@ from typing import NamedTuple
 from gemmwire.wire import ITEMSIZE, Buffer, InferRequest, Tensor, WireError
 
 from .backends.base import LayerSpec
+from .inputs import read_input
 from .outputs import DATATYPES, OUTPUT, Columns, read_outputs
 
-INPUT = "x"
 LONGEST_US = 365 * 24 * 3600 * 1_000_000
 _JSON_NUMBER = 16  # bytes of one number of an answer, about
 
@@ -20,6 +20,7 @@ class Call(NamedTuple):
     """x [rows, K] in, y [rows, N] out as `datatype`, within `timeout_us` of its arrival.
 
     `columns`: the outputs that the answer has, where it is not y alone; `binary`: all of it travels as bytes.
+    `in_place`: the bytes behind the JSON part, if there are any, are those of x as they stand.
     """
 
     x: Tensor
@@ -29,6 +30,7 @@ class Call(NamedTuple):
     timeout_us: int | None
     id: str
     columns: tuple[Columns, ...] = ()
+    in_place: bool = True
 
     def deadline(self) -> int | None:
         """Monotonic ns, if it arrived now."""
@@ -50,8 +52,9 @@ class Call(NamedTuple):
 def read_call(request: InferRequest, spec: LayerSpec, timeout_us: int | None) -> Call:
     """Check the request against the layer. Errors: WireError, each naming both sides."""
     _refuse_sequence(request)
-    x = _input(request, spec)
-    datatype, columns = read_outputs(request, spec, x.datatype)
+    rows = read_input(request, spec)
+    x = rows.x
+    datatype, columns = read_outputs(request, spec, rows.datatype)
     if datatype not in DATATYPES:
         raise _dtype(f"Output {columns[0].name!r} is asked for as {datatype[:40]!r}", datatype)
     return Call(
@@ -61,6 +64,7 @@ def read_call(request: InferRequest, spec: LayerSpec, timeout_us: int | None) ->
         binary=all(each.binary for each in columns),
         timeout_us=_timeout(request, timeout_us),
         id=request.id,
+        in_place=rows.in_place,
         columns=() if [each.name for each in columns] == [OUTPUT] else columns,
     )
 
@@ -89,35 +93,6 @@ def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: in
         )
 
 
-def _input(request: InferRequest, spec: LayerSpec) -> Tensor:
-    by_name = {tensor.name: tensor for tensor in request.inputs}
-    x = by_name.pop(INPUT, None)
-    if x is None:
-        raise _names("input_missing", f"Input {INPUT!r} is missing", request)
-    if by_name:
-        raise _names(
-            "input_unexpected", f"Input {next(iter(by_name))[:80]!r} is not one of the layer's", request
-        )
-    if x.datatype not in DATATYPES:
-        raise _dtype(f"Input {INPUT!r} is {x.datatype}", x.datatype)
-    if not x.shape:
-        raise WireError(
-            "rank_unsupported",
-            f"Input {INPUT!r} has no dimensions; layer {spec.name!r} takes [..., {spec.k}]",
-            expected=f"[..., {spec.k}]",
-            got="[]",
-        )
-    if x.shape[-1] != spec.k:
-        raise WireError(
-            "k_mismatch",
-            f"Layer {spec.name!r} takes x[..., {spec.k}], but x is {list(x.shape)}: its last dimension "
-            f"must be {spec.k}",
-            expected=spec.k,
-            got=x.shape[-1],
-        )
-    return x
-
-
 def _timeout(request: InferRequest, header_us: int | None) -> int | None:
     timeout = request.parameters.get("timeout", header_us)
     if timeout is None or timeout == 0:
@@ -137,13 +112,6 @@ def _timeout(request: InferRequest, header_us: int | None) -> int | None:
 def _refuse_sequence(request: InferRequest) -> None:
     if request.parameters.get("sequence_id"):
         raise WireError("sequence_unsupported", "Layers hold no state between requests; send no sequence_id")
-
-
-def _names(code: str, what: str, request: InferRequest) -> WireError:
-    got = [tensor.name[:80] for tensor in request.inputs]
-    return WireError(
-        code, f"{what}: the request has {got}, the layer takes ['{INPUT}']", expected=[INPUT], got=got
-    )
 
 
 def _dtype(what: str, got: str) -> WireError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from . import __version__
-from .call import INPUT
 from .engine import Engine, State
 from .infer import find_layer
+from .inputs import INPUT
 from .layer import Layer
 from .outputs import OUTPUT
 from .protocol import (

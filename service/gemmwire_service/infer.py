@@ -17,9 +17,10 @@ from gemmwire.wire import WireError
 
 from .backends.base import LayerSpec
 from .backlog import Answer, Item
-from .call import INPUT, Call, read_call, refuse_large_answer
+from .call import Call, read_call, refuse_large_answer
 from .engine import Engine
 from .errors import EngineError
+from .inputs import INPUT
 from .layer import Layer
 from .outputs import DATATYPES
 from .response import encode
@@ -50,6 +51,7 @@ class Reply(NamedTuple):
     status: int
     headers: dict[str, str]
     buffers: list[wire.Buffer]
+    reason: str = ""  # the code of an error
 
 
 class Infer:
@@ -57,6 +59,7 @@ class Infer:
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self.limits = limits
+        self.traffic = engine.traffic
         self._engine = engine
         self._wire_limits = wire.Limits(json_bytes=limits.json_bytes)
         self._calls: dict[tuple[bytes, int, bytes | None, LayerSpec], Call] = {}
@@ -81,7 +84,7 @@ class Infer:
         if known is not None:
             return known.over(data)
         call = self._read_call(body, length, timeout, layer)
-        if len(call.x.data) == len(data) > 0:  # all that is behind the JSON part is x
+        if call.in_place and len(call.x.data) == len(data) > 0:  # all that is behind the JSON part is x
             if len(self._calls) >= _CALLS:
                 self._calls.clear()
             self._calls[key] = call.over(b"")
@@ -176,9 +179,10 @@ def error_reply(error: Exception, headers: Headers) -> Reply:
     """The reply of an error: the sentence, the code and the two sides."""
     known = isinstance(error, (WireError, EngineError))
     status = error.status if isinstance(error, (WireError, EngineError)) else 500
+    code = getattr(error, "code", "internal") if known else "internal"
     document = {
         "error": str(error) if known else "The server failed on this request; its log has the details",
-        "code": getattr(error, "code", "internal") if known else "internal",
+        "code": code,
         "expected": getattr(error, "expected", None),
         "got": getattr(error, "got", None),
         "request_id": request_id(headers),
@@ -186,7 +190,7 @@ def error_reply(error: Exception, headers: Headers) -> Reply:
     reply = {"content-type": "application/json"}
     if status == 503:
         reply["retry-after"] = "1"
-    return Reply(status, reply, [json.dumps(document, default=str).encode()])
+    return Reply(status, reply, [json.dumps(document, default=str).encode()], code)
 
 
 def request_id(headers: Headers) -> str:
