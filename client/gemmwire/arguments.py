@@ -74,3 +74,10 @@ def whole(value: int, name: str) -> int:
     if type(value) is not int or value < 1:
         raise InvalidArgument(f"{name} is {value!r}; it must be a whole number above 0")
     return value
+
+
+def by_client(quantize: str) -> bool:
+    """Whether the client quantizes. Errors: `InvalidArgument`."""
+    if quantize not in ("client", "server"):
+        raise InvalidArgument(f"quantize is {quantize!r:.80}; it must be 'client' or 'server'")
+    return quantize == "client"

@@ -35,6 +35,14 @@ class Framework(Protocol):
         """x as a wire tensor over its own memory where that is contiguous. Errors: `InputError`."""
         ...
 
+    def checked(self, x: Any) -> str:
+        """The wire's name of x's dtype. Errors: `InputError` for what is not sent as x."""
+        ...
+
+    def quantize(self, x: Any, marked: bool) -> tuple[Any, Any]:
+        """As `mxfp8.quantize`."""
+        ...
+
     def dtype(self, x: Any) -> str:
         """The name that NumPy and torch have for the type of x's elements: "float32", "float8_e4m3fn", ..."""
         ...
@@ -87,6 +95,23 @@ class Torch:
         return kind is not None and isinstance(x, kind)
 
     def to_wire(self, x: torch.Tensor, name: str) -> Tensor:
+        return Tensor(name, self.checked(x), tuple(x.shape), self.memory(x, name))
+
+    def quantize(self, x: torch.Tensor, marked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        from .mxfp8 import BLOCK, torch_blocks
+
+        self.checked(x)
+        _refuse_hollow(x, "x")
+        k = x.shape[-1]
+        rows = x.detach().to(torch.bfloat16)
+        if k % BLOCK:
+            rows = torch.nn.functional.pad(rows, (0, -k % BLOCK))
+        codes, scales = torch_blocks(rows.reshape(-1, BLOCK), marked)
+        return codes.view(rows.shape)[..., :k], scales.view(*x.shape[:-1], -(-k // BLOCK))
+
+    def checked(self, x: torch.Tensor) -> str:
         import torch
 
         datatype = DATATYPES.get(self.dtype(x))
@@ -99,19 +124,13 @@ class Torch:
                 "x requires grad, and no gradient comes back from a server: pass x.detach(), or call under "
                 "torch.no_grad()",
             )
-        return Tensor(name, datatype, tuple(x.shape), self.memory(x, name))
+        return datatype
 
     def dtype(self, x: torch.Tensor) -> str:
         return str(x.dtype).removeprefix("torch.")
 
     def memory(self, x: torch.Tensor, name: str) -> Buffer:
-        import torch
-
-        if x.layout is not torch.strided or x.is_meta:
-            kind = "a meta tensor" if x.is_meta else f"of layout {x.layout}"
-            raise InputError(
-                "memory_unsupported", f"{name} is {kind}; a dense tensor that holds values is needed"
-            )
+        _refuse_hollow(x, name)
         try:
             return _torch_memory(x.detach().cpu().resolve_neg().contiguous())
         except RuntimeError as error:  # a fake or functional tensor: it has a shape, and no values to send
@@ -146,11 +165,29 @@ class NumPy:
         return module is not None and isinstance(x, (module.ndarray, module.generic))
 
     def to_wire(self, x: np.ndarray[Any, np.dtype[Any]], name: str) -> Tensor:
+        return Tensor(name, self.checked(x), x.shape, self.memory(x, name))
+
+    def quantize(
+        self, x: np.ndarray[Any, np.dtype[Any]], marked: bool
+    ) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], np.ndarray[Any, np.dtype[np.uint8]]]:
+        import numpy as np
+
+        from .mxfp8 import BLOCK, bfloat16_bits, numpy_blocks
+
+        self.checked(x)
+        k = x.shape[-1]
+        bits = bfloat16_bits(_native(x, "x"))
+        if k % BLOCK:
+            bits = np.pad(bits, [(0, 0)] * (x.ndim - 1) + [(0, -k % BLOCK)])
+        codes, scales = numpy_blocks(bits.reshape(-1, BLOCK), marked)
+        return codes.reshape(bits.shape)[..., :k], scales.reshape(*x.shape[:-1], -(-k // BLOCK))
+
+    def checked(self, x: np.ndarray[Any, np.dtype[Any]]) -> str:
         datatype = DATATYPES.get(self.dtype(x))
         if datatype is None:
             _refuse_dtype(x.dtype, "x.astype(numpy.float32)")
         _refuse_scalar(x.ndim)
-        return Tensor(name, datatype, x.shape, self.memory(x, name))
+        return datatype
 
     def dtype(self, x: np.ndarray[Any, np.dtype[Any]]) -> str:
         name: str = x.dtype.name
@@ -159,13 +196,7 @@ class NumPy:
     def memory(self, x: np.ndarray[Any, np.dtype[Any]], name: str) -> Buffer:
         import numpy as np
 
-        if isinstance(x, np.ma.MaskedArray):
-            raise InputError(
-                "memory_unsupported",
-                f"{name} is a masked array, and a mask does not travel: pass {name}.filled(value)",
-            )
-        rows = np.ascontiguousarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")))
-        data: Buffer = rows.reshape(-1).view(np.uint8).data
+        data: Buffer = _native(x, name).reshape(-1).view(np.uint8).data
         return data
 
     def from_wire(self, tensor: Tensor, like: object) -> np.ndarray[Any, np.dtype[Any]]:
@@ -201,6 +232,9 @@ class Buffers:
         return True
 
     def to_wire(self, x: Any, name: str) -> Tensor:
+        return Tensor(name, self.checked(x), memoryview(x).shape or (), self.memory(x, name))
+
+    def checked(self, x: Any) -> str:
         view = memoryview(x)
         if self.dtype(x) != "float32":
             raise InputError(
@@ -216,7 +250,10 @@ class Buffers:
                 f"x is an empty buffer of shape {list(shape)}, and no buffer of y could have its shape: "
                 "pass numpy.asarray(x)",
             )
-        return Tensor(name, "FP32", shape, self.memory(x, name))
+        return "FP32"
+
+    def quantize(self, x: Any, marked: bool) -> NoReturn:
+        raise InputError("type_unsupported", "A buffer is not quantized by the client: pass numpy.asarray(x)")
 
     def dtype(self, x: Any) -> str:
         form = memoryview(x).format.removeprefix("@")
@@ -252,6 +289,29 @@ def _refuse_scalar(rank: int) -> None:
             "rank_unsupported",
             "x has no dimensions; [..., K] is needed: pass x.reshape(1) for a layer of K=1",
         )
+
+
+def _refuse_hollow(x: torch.Tensor, name: str) -> None:
+    """Errors: `InputError` for a tensor whose elements do not lie in memory, one after the other."""
+    import torch
+
+    if x.layout is not torch.strided or x.is_meta:
+        kind = "a meta tensor" if x.is_meta else f"of layout {x.layout}"
+        raise InputError(
+            "memory_unsupported", f"{name} is {kind}; a dense tensor that holds values is needed"
+        )
+
+
+def _native(x: np.ndarray[Any, np.dtype[Any]], name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """x contiguous and in this machine's byte order. Errors: `InputError`."""
+    import numpy as np
+
+    if isinstance(x, np.ma.MaskedArray):
+        raise InputError(
+            "memory_unsupported",
+            f"{name} is a masked array, and a mask does not travel: pass {name}.filled(value)",
+        )
+    return np.ascontiguousarray(x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")))
 
 
 def _numpy_dtype(datatype: str) -> np.dtype[Any]:

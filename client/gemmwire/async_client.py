@@ -37,11 +37,12 @@ class AsyncClient(BaseClient):
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         retries: Retries | int = 2,
+        quantize: str = "server",
         tls: TLS | ssl.SSLContext | None = None,
         max_connections: int = 64,
         transport: AsyncTransport | None = None,
     ) -> None:
-        super().__init__(url, timeout, headers, api_key, retries)
+        super().__init__(url, timeout, headers, api_key, retries, quantize)
         size = arguments.whole(max_connections, "max_connections")
         self._transport = transport or AsyncHTTPTransport(self._url, size, context_for(self._url, tls))
 
@@ -54,9 +55,10 @@ class AsyncClient(BaseClient):
         version: str | int | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
+        quantize: str | None = None,
     ) -> Any:
         """y `[..., N]` of x `[..., K]`: as `Client.infer`."""
-        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id)
+        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id, quantize)
         return (await self._run(exchange)).y
 
     async def call(
@@ -68,9 +70,10 @@ class AsyncClient(BaseClient):
         version: str | int | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
+        quantize: str | None = None,
     ) -> Answer:
         """As `infer`, with what made y: the weights' version, backend, bucket and times."""
-        return await self._run(self._infer(layer, x, output_dtype, version, timeout, request_id))
+        return await self._run(self._infer(layer, x, output_dtype, version, timeout, request_id, quantize))
 
     async def infer_many(
         self,
@@ -78,10 +81,13 @@ class AsyncClient(BaseClient):
         *,
         output_dtype: object = None,
         timeout: float | None = None,
+        quantize: str | None = None,
         at_once: int = 8,
     ) -> list[Any]:
         """y of each (layer, x), with up to `at_once` requests under way: as `Client.infer_many`."""
-        exchanges = [self._infer(layer, x, output_dtype, timeout=timeout) for layer, x in calls]
+        exchanges = [
+            self._infer(layer, x, output_dtype, timeout=timeout, quantize=quantize) for layer, x in calls
+        ]
         slots = asyncio.Semaphore(arguments.whole(at_once, "at_once"))
 
         async def one(call: Call[Answer]) -> Any:

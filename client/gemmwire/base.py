@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from . import __version__, arguments, replies, wire
-from .arrays import datatype_of, framework_of
+from .arrays import Framework, datatype_of, framework_of
 from .errors import InputError
 from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .http1 import Reply, Request
@@ -19,6 +19,7 @@ from .weights import Weights
 T = TypeVar("T")
 
 INPUT = "x"
+CODES, SCALES = "x_e4m3", "x_scale_e8m0"
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,13 @@ class BaseClient:
         headers: Mapping[str, str] | None,
         api_key: str | None,
         retries: Retries | int,
+        quantize: str,
     ) -> None:
         self._url = parse_url(url)
         self._timeout = arguments.seconds(timeout)
         self._retries = retries_of(retries)
+        arguments.by_client(quantize)
+        self._quantize = quantize
         self._headers = {
             "host": self._url.authority,
             "user-agent": f"gemmwire/{__version__}",
@@ -71,10 +75,14 @@ class BaseClient:
         version: str | int | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
+        quantize: str | None = None,
     ) -> Exchange[Answer]:
         framework = framework_of(x)
-        tensor = framework.to_wire(x, INPUT)
-        datatype = tensor.datatype
+        if arguments.by_client(self._quantize if quantize is None else quantize):
+            inputs, datatype = quantized_inputs(framework, x)
+        else:
+            inputs = (framework.to_wire(x, INPUT),)
+            datatype = inputs[0].datatype
         if output_dtype is not None:
             datatype = datatype_of(output_dtype)
             reason = framework.refuse(datatype)
@@ -85,11 +93,11 @@ class BaseClient:
             "" if version is None else f"/versions/{segment(str(version), 'version')}"
         )
         message = wire.InferRequest(
-            inputs=(tensor,),
+            inputs=inputs,
             outputs=(wire.RequestedOutput(replies.OUTPUT, binary=True, datatype=datatype),),
             id=identity,
         )
-        sent = replies.Sent(framework, x, tensor.shape, datatype, identity)
+        sent = replies.Sent(framework, x, inputs[0].shape, datatype, identity)
         return Exchange(
             partial(self._infer_request, path + "/infer", message),
             self._seconds(timeout),
@@ -146,6 +154,17 @@ class BaseClient:
         self, method: str, path: str, headers: Mapping[str, str], body: list[wire.Buffer]
     ) -> Request:
         return Request(method, self._url.prefix + path, {**self._headers, **headers}, body)
+
+
+def quantized_inputs(framework: Framework, x: Any) -> tuple[tuple[wire.Tensor, ...], str]:
+    """x as codes and scales, and the datatype that its own elements have."""
+    datatype = framework.checked(x)
+    codes, scales = framework.quantize(x, marked=True)
+    inputs = tuple(
+        wire.Tensor(name, "UINT8", tuple(part.shape), framework.memory(part, name))
+        for name, part in ((CODES, codes), (SCALES, scales))
+    )
+    return inputs, datatype
 
 
 def _layer_path(name: str) -> str:

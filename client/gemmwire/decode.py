@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from . import fields
-from .errors import WireError
 from .jsontensor import from_json
 from .messages import (
     ITEMSIZE,
@@ -18,7 +17,6 @@ from .messages import (
     InferRequest,
     InferResponse,
     Limits,
-    Parameters,
     RequestedOutput,
     Tensor,
 )
@@ -200,21 +198,22 @@ def _tensor(item: object, role: str, tail: _Tail | _Measure, limits: Limits) -> 
     datatype = fields.datatype(item, where)
     shape = fields.shape(item, where, limits.rank)
     parameters = fields.parameters(item, where)
-    _no_shared_memory(parameters, where)
-    size = parameters.get("binary_data_size")
+    shared = fields.shared(parameters, where)
+    key = "binary_data_size" if shared is None else "shared_memory_byte_size"
+    size = parameters.get(key)
     if size is None:
         return Tensor(name, datatype, shape, _json_data(item, where, datatype, shape))
     if "data" in item:
-        fields.frame(f"{where} has both 'data' and binary_data_size; send one of them")
+        fields.frame(f"{where} has both 'data' and {key}; send one of them")
     wanted = prod(shape) * ITEMSIZE[datatype]
     if type(size) is not int or size != wanted:
         given = fields.quote(size)
         fields.frame(
-            f"{where} is {datatype} {list(shape)}, {wanted} bytes, but binary_data_size is {given}",
+            f"{where} is {datatype} {list(shape)}, {wanted} bytes, but {key} is {given}",
             expected=wanted,
             got=given,
         )
-    return Tensor(name, datatype, shape, tail.take(size, where))
+    return Tensor(name, datatype, shape, b"" if shared is not None else tail.take(size, where), shared)
 
 
 def _json_data(item: Mapping[str, Any], where: str, datatype: str, shape: tuple[int, ...]) -> bytes:
@@ -243,7 +242,7 @@ def _requested_output(item: object) -> RequestedOutput:
     name = fields.text(item, "name", "an entry of 'outputs'")
     where = f"output {name[:80]!r}"
     parameters = fields.parameters(item, where)
-    _no_shared_memory(parameters, where)
+    shared = fields.shared(parameters, where)
     if parameters.get("classification"):
         fields.invalid(
             f"{where} asks for a classification; a layer gives its y as it is", "no classification", name
@@ -252,16 +251,4 @@ def _requested_output(item: object) -> RequestedOutput:
     if datatype is not None and not isinstance(datatype, str):
         given = fields.kind(datatype)
         fields.invalid(f"Parameter 'datatype' of {where} is {given}; it must be a string", "string", given)
-    return RequestedOutput(name, fields.flag(parameters, "binary_data", where), datatype)
-
-
-def _no_shared_memory(parameters: Parameters, where: str) -> None:
-    for key in parameters:
-        if key.startswith("shared_memory_"):
-            raise WireError(
-                "shared_memory_unsupported",
-                fields.sentence(
-                    f"{where} names a shared-memory region, which this server does not offer; "
-                    "send the tensor in the body"
-                ),
-            )
+    return RequestedOutput(name, fields.flag(parameters, "binary_data", where), datatype, shared)

@@ -8,7 +8,16 @@ from math import prod
 from typing import Any
 
 from .jsontensor import to_json
-from .messages import HEADER_LENGTH, ITEMSIZE, Buffer, InferRequest, InferResponse, RequestedOutput, Tensor
+from .messages import (
+    HEADER_LENGTH,
+    ITEMSIZE,
+    Buffer,
+    InferRequest,
+    InferResponse,
+    RequestedOutput,
+    Shared,
+    Tensor,
+)
 
 ALIGNMENT = 64
 
@@ -28,7 +37,7 @@ def encode_request(request: InferRequest, *, binary: bool = True) -> tuple[dict[
         head["parameters"] = parameters
     if request.outputs is not None:
         head["outputs"] = [_output_head(output) for output in request.outputs]
-    return _message(head, request.inputs if binary else ())
+    return _message(head, [tensor for tensor in request.inputs if binary and tensor.shared is None])
 
 
 def encode_response(response: InferResponse, binary: Sequence[bool]) -> tuple[dict[str, str], list[Buffer]]:
@@ -42,7 +51,8 @@ def encode_response(response: InferResponse, binary: Sequence[bool]) -> tuple[di
         head["id"] = response.id
     if response.parameters:
         head["parameters"] = dict(response.parameters)
-    return _message(head, [tensor for tensor, raw in zip(response.outputs, binary, strict=True) if raw])
+    raw = [tensor for tensor, raw in zip(response.outputs, binary, strict=True) if raw]
+    return _message(head, [tensor for tensor in raw if tensor.shared is None])
 
 
 def buffers_size(buffers: Iterable[Buffer]) -> int:
@@ -66,7 +76,9 @@ def binary_message(text: bytes, tensors: Sequence[Buffer]) -> tuple[dict[str, st
 
 def _tensor_head(tensor: Tensor, binary: bool) -> dict[str, Any]:
     head: dict[str, Any] = {"name": tensor.name, "shape": list(tensor.shape), "datatype": tensor.datatype}
-    if binary:
+    if tensor.shared is not None:
+        head["parameters"] = _shared(tensor.shared)
+    elif binary:
         head["parameters"] = {"binary_data_size": prod(tensor.shape) * ITEMSIZE[tensor.datatype]}
     else:
         head["data"] = to_json(tensor.data, tensor.datatype)
@@ -74,9 +86,14 @@ def _tensor_head(tensor: Tensor, binary: bool) -> dict[str, Any]:
 
 
 def _output_head(output: RequestedOutput) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = {} if output.shared is None else _shared(output.shared)
     if output.binary is not None:
         parameters["binary_data"] = output.binary
     if output.datatype is not None:
         parameters["datatype"] = output.datatype
     return {"name": output.name, "parameters": parameters} if parameters else {"name": output.name}
+
+
+def _shared(place: Shared) -> dict[str, Any]:
+    offset = {"shared_memory_offset": place.offset} if place.offset else {}
+    return {"shared_memory_region": place.region, "shared_memory_byte_size": place.nbytes, **offset}

@@ -14,9 +14,11 @@ from math import isfinite
 from typing import Any, NoReturn
 
 from .errors import WireError
-from .messages import ITEMSIZE, Parameters
+from .messages import ITEMSIZE, Parameters, Shared
 
 _QUOTED = 80
+_SHARED = "shared_memory_"
+_REGION, _BYTE_SIZE, _OFFSET = _SHARED + "region", _SHARED + "byte_size", _SHARED + "offset"
 
 
 def json_object(part: memoryview, limit: int) -> dict[str, Any]:
@@ -132,6 +134,40 @@ def flag(parameters: Parameters, key: str, where: str) -> bool | None:
         invalid(
             f"Parameter '{key}' of {where} is {kind(value)}; it must be true or false", "boolean", kind(value)
         )
+    return value
+
+
+def shared(parameters: Parameters, where: str) -> Shared | None:
+    """The region that the parameters of a tensor name, None where they name none."""
+    given = [key for key in parameters if key.startswith(_SHARED)]
+    if not given:
+        return None
+    for key in given:
+        if key not in (_REGION, _BYTE_SIZE, _OFFSET):
+            invalid(f"{where} has parameter {key[:_QUOTED]!r}, which there is not", [_REGION], key[:_QUOTED])
+    name = parameters.get(_REGION)
+    if not isinstance(name, str) or not name:
+        invalid(
+            f"Parameter '{_REGION}' of {where} is {kind(name)}; it must be the name of a region that was "
+            "registered",
+            "string",
+            kind(name),
+        )
+    for key in ("binary_data_size", "binary_data"):
+        if parameters.get(key):
+            frame(f"{where} has both {_REGION} and {key}; send one of them")
+    return Shared(
+        name,
+        size(parameters.get(_OFFSET, 0), f"Parameter '{_OFFSET}' of {where}"),
+        size(parameters.get(_BYTE_SIZE), f"Parameter '{_BYTE_SIZE}' of {where}"),
+    )
+
+
+def size(value: object, what: str, least: int = 0) -> int:
+    """A number of bytes, which no sum of two can take beyond 64 bits unnoticed."""
+    if type(value) is not int or not least <= value < 1 << 63:
+        given = quote(value)
+        invalid(f"{what} is {given}; it must be a whole number from {least} to 2^63 - 1", "bytes", given)
     return value
 
 

@@ -37,22 +37,39 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Where in a shared-memory region a tensor lies: `nbytes` bytes from `offset`."""
+
+    region: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Tensor:
-    """A named tensor: `data` holds prod(shape) little-endian elements of `datatype`, row-major."""
+    """A named tensor: `data` holds prod(shape) little-endian elements of `datatype`, row-major.
+
+    One that is `shared` lies in the region instead; `data` is then empty.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: Buffer
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True)
 class RequestedOutput:
-    """An output that the caller asks for; `binary` None leaves the choice to the request."""
+    """An output that the caller asks for; `binary` None leaves the choice to the request.
+
+    One that is `shared` is wanted there and not in the answer's body.
+    """
 
     name: str
     binary: bool | None = None
     datatype: str | None = None
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True)

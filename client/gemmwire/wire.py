@@ -21,6 +21,7 @@ from .messages import (
     Limits,
     Parameters,
     RequestedOutput,
+    Shared,
     Tensor,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "Limits",
     "Parameters",
     "RequestedOutput",
+    "Shared",
     "Tensor",
     "WireError",
     "binary_message",

@@ -31,6 +31,13 @@ def plain(**changes: Any) -> Message:
     return text(json.dumps({"inputs": [changed(item, changes)]}))
 
 
+def shared(data: Any = None, **changes: Any) -> Message:
+    """The same in a region of shared memory."""
+    place = changed({"region": "r", "byte_size": 4}, changes)
+    parameters = {f"shared_memory_{name}": value for name, value in place.items()}
+    return plain(data=data, parameters=parameters)
+
+
 def request(**fields: Any) -> Message:
     """A right JSON request with `fields` of its own at the top."""
     item = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.5]}
@@ -206,15 +213,46 @@ CASES: dict[str, tuple[Message, str, str]] = {
         "request_invalid",
         "Parameter 'datatype' of output 'y' is a number",
     ),
-    "input-in-shared-memory": (
-        binary(b"", parameters={"shared_memory_region": "r", "shared_memory_byte_size": 4}),
-        "shared_memory_unsupported",
-        "send the tensor in the body",
+    "region-number": (shared(region=1), "request_invalid", "'shared_memory_region' of input 'x' is a number"),
+    "region-empty": (shared(region=""), "request_invalid", "must be the name of a region"),
+    "region-missing": (shared(region=None), "request_invalid", "is missing or null"),
+    "region-size-missing": (shared(byte_size=None), "request_invalid", "byte_size' of input 'x' is null"),
+    "region-size-negative": (shared(byte_size=-4), "request_invalid", "is -4; it must be a whole number"),
+    "region-size-float": (shared(byte_size=4.0), "request_invalid", "is 4.0; it must be a whole number"),
+    "region-size-boolean": (shared(byte_size=True), "request_invalid", "is true; it must be a whole number"),
+    "region-size-huge": (shared(byte_size=1 << 63), "request_invalid", "from 0 to 2^63 - 1"),
+    "region-size-other": (shared(byte_size=8), "frame_invalid", "4 bytes, but shared_memory_byte_size is 8"),
+    "region-offset-negative": (shared(offset=-1), "request_invalid", "is -1; it must be a whole number"),
+    "region-offset-float": (shared(offset=0.0), "request_invalid", "is 0.0; it must be a whole number"),
+    "region-offset-huge": (shared(offset=1 << 63), "request_invalid", "from 0 to 2^63 - 1"),
+    "region-offset-text": (shared(offset="0"), "request_invalid", 'is "0"; it must be a whole number'),
+    "region-other": (shared(key="/r"), "request_invalid", "'shared_memory_key', which there is not"),
+    "region-and-data": (shared([1.5]), "frame_invalid", "both 'data' and shared_memory_byte_size"),
+    "region-and-binary": (
+        binary(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 4, "binary_data_size": 4}),
+        "frame_invalid",
+        "both shared_memory_region and binary_data_size",
     ),
-    "output-in-shared-memory": (
+    "output-region-and-binary": (
+        request(
+            outputs=[
+                {
+                    "name": "y",
+                    "parameters": {
+                        "shared_memory_region": "r",
+                        "shared_memory_byte_size": 4,
+                        "binary_data": True,
+                    },
+                }
+            ]
+        ),
+        "frame_invalid",
+        "Output 'y' has both shared_memory_region and binary_data",
+    ),
+    "output-region-without-size": (
         request(outputs=[{"name": "y", "parameters": {"shared_memory_region": "r"}}]),
-        "shared_memory_unsupported",
-        "Output 'y' names a shared-memory region",
+        "request_invalid",
+        "'shared_memory_byte_size' of output 'y' is null",
     ),
 }
 
@@ -231,7 +269,7 @@ def test_a_message_that_breaks_the_protocol_is_refused(message: Message, code: s
     assert not str(caught.value)[0].islower()
 
 
-@pytest.mark.parametrize("build", [binary, plain, request], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [binary, plain, shared, request], ids=lambda build: build.__name__)
 def test_the_table_starts_from_messages_that_are_right(build: Callable[[], Message]) -> None:
     """Guards: cases that are refused for another reason than the one they were made for."""
     body, length = build()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmwire import wire
-from gemmwire.wire import InferRequest, InferResponse, Limits, RequestedOutput, Tensor
+from gemmwire.wire import InferRequest, InferResponse, Limits, RequestedOutput, Shared, Tensor
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 PARAMETERS = st.dictionaries(
@@ -21,11 +22,16 @@ PARAMETERS = st.dictionaries(
 )
 
 
+PLACES = st.builds(Shared, NAMES.filter(len), st.integers(0, (1 << 63) - 1), st.integers(0, (1 << 63) - 1))
+
+
 @st.composite
 def tensors(draw: st.DrawFn, names: st.SearchStrategy[str], datatypes: st.SearchStrategy[str]) -> Tensor:
     datatype = draw(datatypes)
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=4)))
     size = prod(shape) * wire.ITEMSIZE[datatype]
+    if draw(st.booleans()):
+        return Tensor(draw(names), datatype, shape, b"", replace(draw(PLACES), nbytes=size))
     return Tensor(draw(names), datatype, shape, draw(st.binary(min_size=size, max_size=size)))
 
 
@@ -37,7 +43,8 @@ def distinct(datatypes: list[str]) -> st.SearchStrategy[tuple[Tensor, ...]]:
 
 
 OUTPUTS = st.lists(
-    st.builds(RequestedOutput, NAMES, st.none() | st.booleans(), st.none() | NAMES),
+    st.builds(RequestedOutput, NAMES, st.none() | st.booleans(), st.none() | NAMES)
+    | st.builds(RequestedOutput, NAMES, st.just(False), st.none() | NAMES, PLACES),
     max_size=3,
     unique_by=lambda output: output.name,
 ).map(tuple)
