@@ -120,8 +120,9 @@ def _install_errors(app: FastAPI) -> None:
 
 
 def _problem(request: Request, error: Exception) -> Response:
-    status, headers, buffers = error_reply(error, dict(request.headers.raw))
-    return Response(b"".join(buffers), status_code=status, headers=headers)
+    reply = error_reply(error, dict(request.headers.raw))
+    request.app.state.engine.traffic.reject(reply.reason)
+    return Response(b"".join(reply.buffers), status_code=reply.status, headers=reply.headers)
 
 
 def _document_infer(app: FastAPI) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from gemmwire.wire import Buffer, Tensor
 
 from .layer import Layer
+from .stats import BatchTimes
 
 
 class Answer(NamedTuple):
@@ -46,6 +47,7 @@ class Item:
     outcome: Answer | Exception | None = None
     left: bool = False  # nobody waits for it any more
     timer: TimerHandle | None = None  # of its deadline
+    times: BatchTimes | None = None  # of the forward that its answer is from
     arrived: int = field(default_factory=time.monotonic_ns)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any, cast
 
 from uvicorn.config import Config
@@ -37,11 +38,12 @@ _JOIN_BELOW = 64 << 10  # one small copy is cheaper than one more system call
 class _Exchange:
     """One request under way: its body as it comes, then its place at the engine."""
 
-    __slots__ = ("body", "call", "head", "item", "layer", "missing")
+    __slots__ = ("began", "body", "call", "head", "item", "layer", "missing")
 
     def __init__(self, head: Head, layer: Layer) -> None:
         self.head = head
         self.layer = layer
+        self.began = time.monotonic_ns()
         self.body = aligned(head.length, head.offset)
         self.missing = head.length
         self.call: Call | None = None
@@ -94,6 +96,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             self._lane.begun -= 1
+            self._lane.infer.traffic.left += 1
             if exchange.item is not None:
                 exchange.item.leave()
         self._uvicorn.connection_lost(exc)
@@ -230,6 +233,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange = self._exchange
         if exchange is None or exchange.call is None or exchange.call.x is not item.x:
             return None  # of a request that was refused after all, by a fault of ours
+        exchange.item = item  # it may come before `submit` has returned it
         try:
             if not isinstance(item.outcome, Answer):
                 raise item.outcome or AssertionError("an item is settled with an outcome")
@@ -268,6 +272,9 @@ class Connection(asyncio.BufferedProtocol):
         keep_alive = exchange.head.keep_alive and not self._closing
         self._lane.send(
             self._transport, self._message(reply, exchange.head, keep_alive), close=not keep_alive
+        )
+        self._lane.infer.traffic.finished(
+            exchange.layer, reply.status, reply.reason, exchange.head.headers, exchange.began, exchange.item
         )
         if keep_alive and self._early:
             self._loop.call_soon(self._take_early)

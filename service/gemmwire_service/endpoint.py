@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -44,23 +45,29 @@ class InferEndpoint:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers: Headers = dict(scope["headers"])
+        visit = _Visit()
         try:
             if len(headers) != len(scope["headers"]):
                 refuse_repeated(scope["headers"])
-            reply = await self._answer(scope["path_params"], headers, receive)
+            reply = await self._answer(scope["path_params"], headers, receive, visit)
         except ClientLeft:
+            self._infer.traffic.left += 1
             return
         except (WireError, EngineError) as error:
             reply = error_reply(error, headers)
         except Exception as error:  # a fault of ours is one request's 500, never the connection's end
             log.exception("infer failed")
             reply = error_reply(error, headers)
+        self._infer.traffic.finished(
+            visit.layer, reply.status, reply.reason, headers, visit.began, visit.item
+        )
+        del visit  # it holds x, and the client may be slow to read y
         await _send(send, reply, headers)
 
-    async def _answer(self, path: dict[str, str], headers: Headers, receive: Receive) -> Reply:
-        layer = self._infer.layer(path["layer"], path.get("version"))
+    async def _answer(self, path: dict[str, str], headers: Headers, receive: Receive, visit: _Visit) -> Reply:
+        layer = visit.layer = self._infer.layer(path["layer"], path.get("version"))
         call = await self._read(headers, receive, layer)
-        answer = await self._compute(call, layer, receive) if call.rows else None
+        answer = await self._compute(call, layer, receive, visit) if call.rows else None
         if encodes_elsewhere(call, layer):
             return await asyncio.to_thread(self._infer.reply, call, layer, answer, path.get("version"))
         return self._infer.reply(call, layer, answer, path.get("version"))
@@ -77,15 +84,24 @@ class InferEndpoint:
             return self._infer.call(body, headers, layer)
         return await asyncio.to_thread(self._infer.call, body, headers, layer)
 
-    async def _compute(self, call: Call, layer: Layer, receive: Receive) -> Answer:
+    async def _compute(self, call: Call, layer: Layer, receive: Receive, visit: _Visit) -> Answer:
         waiting = _Waiting(receive)
-        item = self._infer.submit(call, layer, waiting.done, waiting.watch_soon)
+        item = visit.item = self._infer.submit(call, layer, waiting.done, waiting.watch_soon)
         try:
             return await waiting.answer
         finally:
             if not item.done:
                 item.leave()  # this task was cancelled: the server stops
             waiting.stop_watching()
+
+
+class _Visit:
+    """What one request has come to."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic_ns()
+        self.layer: Layer | None = None
+        self.item: Item | None = None
 
 
 class _Waiting:

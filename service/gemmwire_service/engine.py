@@ -20,6 +20,7 @@ from .done import Done
 from .errors import DeadlineExceeded, DeviceFailed, DeviceLost, Draining, NotReady, QueueFull
 from .here import Here
 from .layer import Layer
+from .traffic import Traffic
 
 log = logging.getLogger("gemmwire.engine")
 
@@ -47,7 +48,9 @@ class Engine:
         self.layers: dict[str, Layer] = {}
         self.state = State.LOADING
         self.failure: Exception | None = None
+        self.traffic = Traffic()
         self.waiting = 0
+        self.waiting_rows = 0
         self.waiting_bytes = 0
         self._jobs = 0  # posted and not done
         self._max_queue = max_queue
@@ -222,6 +225,7 @@ class Engine:
                 got=self.waiting_bytes + item.nbytes,
             )
         self.waiting += 1
+        self.waiting_rows += item.rows
         self.waiting_bytes += item.nbytes
 
     # --- answers ---
@@ -239,9 +243,11 @@ class Engine:
     def _finish(self, done: Done) -> None:
         for item in done.items:
             self.waiting -= 1
+            self.waiting_rows -= item.rows
             self.waiting_bytes -= item.nbytes
         if done.times is not None:
             done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
+            self.traffic.count_forwards(done, done.times)
         with self.answering:
             for item, outcome in zip(done.items, done.outcomes, strict=True):
                 self._settle(item, outcome, done)
@@ -263,6 +269,7 @@ class Engine:
             settled: Answer | Exception = _expired()
         elif isinstance(outcome, Answer) and done.times is not None:
             stats.count_success(item.rows, item.arrived, done.times)
+            item.times = done.times
             settled = outcome
         elif isinstance(outcome, DeviceLost):
             stats.count_failure(item.arrived)

@@ -129,6 +129,7 @@ class Refit:
         layer, previous = source.layer, source.layer.version
         began = time.perf_counter()
         await on_device(self._engine, partial(_change, source, candidate))
+        self._engine.traffic.refits += 1
         seconds = candidate.seconds._replace(exchange=time.perf_counter() - began)
         log.info(
             "layer %s: version %d, from %s, in %.3f s", layer.name, layer.version, source.name, sum(seconds)

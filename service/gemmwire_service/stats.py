@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-@dataclass
+@dataclass(slots=True)
 class Duration:
     count: int = 0
     ns: int = 0
@@ -36,7 +36,7 @@ class BatchTimes(NamedTuple):
         return self.compute_input + self.compute_infer + self.compute_output
 
 
-@dataclass
+@dataclass(slots=True)
 class Stages:
     """The sums of BatchTimes over forwards."""
 
@@ -45,9 +45,10 @@ class Stages:
     compute_output: Duration = field(default_factory=Duration)
 
     def add(self, times: BatchTimes) -> None:
-        self.compute_input.add(times.compute_input)
-        self.compute_infer.add(times.compute_infer)
-        self.compute_output.add(times.compute_output)
+        _, to_device, computing, back = times
+        self.compute_input.add(to_device)
+        self.compute_infer.add(computing)
+        self.compute_output.add(back)
 
     def document(self) -> dict[str, dict[str, int]]:
         return {
@@ -67,6 +68,7 @@ class LayerStats:
     queue: Duration = field(default_factory=Duration)
     stages: Stages = field(default_factory=Stages)
     buckets: dict[int, Stages] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)  # of infer requests, by HTTP status
 
     def count_batch(self, bucket: int, times: BatchTimes, forwards: int = 1) -> None:
         """One batch of one bucket, in one forward unless chunked; rows are counted in `count_success`."""
