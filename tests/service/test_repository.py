@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tritonclient.utils import InferenceServerException
 import gemmwire
 from gemmwire_service.announce import lines
 from gemmwire_service.loader import Loader
+from gemmwire_service.tuning import TUNERS
 from http_calls import Reply, call, infer, message
 from oracle import assert_same_bits, reference, rounded_once, sparse
 from serving import Served, hold, serving, settings, until
@@ -383,6 +385,48 @@ def test_forwards_go_on_between_the_layers_of_a_load(served: Served, monkeypatch
         gate.set()
         assert loading.result().status == 200
     assert_serves(served, tensors(1), "1")
+
+
+class OneAtATime:
+    """A tuner as a kernel library's: neither context nests in the other, and forwards want serving."""
+
+    def __init__(self) -> None:
+        self.inside: list[str] = []
+        self.tuned = 0
+
+    @contextmanager
+    def _enter(self, what: str) -> Iterator[None]:
+        assert self.inside == []
+        self.inside.append(what)
+        try:
+            yield
+        finally:
+            self.inside.pop()
+
+    def tuning(self) -> AbstractContextManager[None]:
+        self.tuned += 1
+        return self._enter("tuning")
+
+    def serving(self) -> AbstractContextManager[None]:
+        return self._enter("serving")
+
+
+def test_a_load_tunes_outside_of_what_serves_and_serving_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = OneAtATime()
+    monkeypatch.setitem(TUNERS, "emulation_e4m3", lambda folder, buckets: tuner)
+    options = settings(model_root=str(root), backend="emulation_e4m3", max_bucket=4)
+    with serving(options) as server:
+        for tuned in (1, 2):
+            assert change(server, "load", "live").status == 200
+            assert tuner.inside == ["serving"]
+            assert tuner.tuned >= 2 * tuned
+        (root / "step-2" / "model.safetensors").write_bytes(b"no header")
+        assert change(server, "load", "step-2").status == 400
+        assert tuner.inside == ["serving"]
+        assert_serves(server, tensors(1), "2")
+    assert tuner.inside == []
 
 
 def test_nothing_holds_a_model_that_was_unloaded_or_replaced(served: Served, root: Path) -> None:
