@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from . import http1
 from .errors import InvalidArgument
@@ -35,6 +35,15 @@ def request_id_of(request_id: str | None) -> str:
             f"request_id is {request_id!r:.150}; it must be 1 to 128 visible ASCII characters without spaces"
         )
     return request_id
+
+
+def outputs_of(outputs: Sequence[str] | None) -> tuple[str, ...]:
+    if outputs is None:
+        return ("y",)
+    names = () if isinstance(outputs, str) else tuple(outputs)
+    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(f"outputs is {outputs!r:.150}; it must be names of outputs, each of them once")
+    return names
 
 
 def version_of(version: str | int) -> str:

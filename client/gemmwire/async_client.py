@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -71,9 +71,14 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         request_id: str | None = None,
         quantize: str | None = None,
+        outputs: Sequence[str] | None = None,
     ) -> Answer:
-        """As `infer`, with what made y: the weights' version, backend, bucket and times."""
-        return await self._run(self._infer(layer, x, output_dtype, version, timeout, request_id, quantize))
+        """As `infer`, with what made y: the weights' version, backend, bucket and times.
+
+        `outputs`: names of a fused layer's, `y` or its parts, for `Answer.outputs`, all from one forward.
+        """
+        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id, quantize, outputs)
+        return await self._run(exchange)
 
     async def infer_many(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -76,6 +76,7 @@ class BaseClient:
         timeout: float | None = None,
         request_id: str | None = None,
         quantize: str | None = None,
+        outputs: Sequence[str] | None = None,
     ) -> Exchange[Answer]:
         framework = framework_of(x)
         if arguments.by_client(self._quantize if quantize is None else quantize):
@@ -88,16 +89,17 @@ class BaseClient:
             reason = framework.refuse(datatype)
             if reason is not None:
                 raise InputError("dtype_unsupported", f"y cannot come back as {datatype}: {reason}")
+        names = arguments.outputs_of(outputs)
         identity = arguments.request_id_of(request_id)
         path = _layer_path(layer) + (
             "" if version is None else f"/versions/{segment(str(version), 'version')}"
         )
         message = wire.InferRequest(
             inputs=inputs,
-            outputs=(wire.RequestedOutput(replies.OUTPUT, binary=True, datatype=datatype),),
+            outputs=tuple(wire.RequestedOutput(name, binary=True, datatype=datatype) for name in names),
             id=identity,
         )
-        sent = replies.Sent(framework, x, inputs[0].shape, datatype, identity)
+        sent = replies.Sent(framework, x, inputs[0].shape, datatype, identity, names)
         return Exchange(
             partial(self._infer_request, path + "/infer", message),
             self._seconds(timeout),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -27,8 +27,9 @@ T = TypeVar("T")
 class Client(BaseClient):
     """A client of one server, safe to share between threads.
 
-    `url` is http or https, with a path where the server stands behind one. `timeout` (seconds, None: none) is
-    for all that a call waits for, its retries included. `api_key` and `headers` go with every request.
+    `url` is http or https, with a path where the server stands behind one, or unix:///path of a socket on
+    this host. `timeout` (seconds, None: none) is for all that a call waits for, its retries included.
+    `api_key` and `headers` go with every request.
     `retries`: how often a call that failed in passing is made again, a number or `Retries`. `quantize`:
     where x is quantized if a call does not say, "client" or "server". `tls`: whom https trusts, a `TLS` or an
     ssl.SSLContext. At most `max_connections` are open at a time; a call beyond them waits for one.
@@ -98,9 +99,14 @@ class Client(BaseClient):
         timeout: float | None = None,
         request_id: str | None = None,
         quantize: str | None = None,
+        outputs: Sequence[str] | None = None,
     ) -> Answer:
-        """As `infer`, with what made y: the weights' version, backend, bucket and times."""
-        return self._run(self._infer(layer, x, output_dtype, version, timeout, request_id, quantize))
+        """As `infer`, with what made y: the weights' version, backend, bucket and times.
+
+        `outputs`: names of a fused layer's, `y` or its parts, for `Answer.outputs`, all from one forward.
+        """
+        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id, quantize, outputs)
+        return self._run(exchange)
 
     def infer_many(
         self,

@@ -13,7 +13,8 @@ class Answer:
 
     `version` names the weights. The same row of x has the same bits in y where `version`, `backend` and
     `bucket` (the M that the device ran) are the same. `bucket`, `queue_us` and `device_us` (microseconds) are
-    None for an answer that no device made: that of no rows.
+    None for an answer that no device made: that of no rows. `outputs` has what was asked for by its name, of
+    a fused layer also its parts; y is None where it was not.
     """
 
     y: Any
@@ -23,6 +24,7 @@ class Answer:
     queue_us: int | None
     device_us: int | None
     request_id: str
+    outputs: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ OUTPUT = "y"
 
 @dataclass(frozen=True)
 class Sent:
-    """What an answer must fit: x, its framework and shape, the datatype asked for y, the request's id."""
+    """What an answer must fit: x, its framework and shape, the datatype asked for, the request's id, the
+    outputs' names."""
 
     framework: Framework
     x: Any
     shape: tuple[int, ...]
     datatype: str
     id: str
+    outputs: tuple[str, ...] = (OUTPUT,)
 
 
 def read_answer(reply: Reply, sent: Sent) -> Answer:
@@ -37,14 +39,16 @@ def read_answer(reply: Reply, sent: Sent) -> Answer:
     if sent.id and response.id != sent.id:
         raise _misfit(f"the answer to request {sent.id!r} is marked {response.id[:128]!r}")
     parameters = response.parameters
+    outputs = {name: sent.framework.from_wire(_output(response, name, sent), sent.x) for name in sent.outputs}
     return Answer(
-        y=sent.framework.from_wire(_output(response, sent), sent.x),
+        y=outputs.get(OUTPUT),
         version=response.model_version,
         backend=_optional(parameters, "backend", str, "the answer") or "",
         bucket=_optional(parameters, "bucket", int, "the answer"),
         queue_us=_optional(parameters, "queue_us", int, "the answer"),
         device_us=_optional(parameters, "device_us", int, "the answer"),
         request_id=response.id,
+        outputs=outputs,
     )
 
 
@@ -133,15 +137,15 @@ def _refuse_error(reply: Reply) -> None:
         raise read_error(reply)
 
 
-def _output(response: wire.InferResponse, sent: Sent) -> wire.Tensor:
-    found = [tensor for tensor in response.outputs if tensor.name == OUTPUT]
+def _output(response: wire.InferResponse, name: str, sent: Sent) -> wire.Tensor:
+    found = [tensor for tensor in response.outputs if tensor.name == name]
     if not found:
-        raise _misfit(f"it has no output {OUTPUT!r}")
+        raise _misfit(f"it has no output {name!r}")
     y = found[0]
     if y.datatype != sent.datatype:
-        raise _misfit(f"y is {y.datatype}, but {sent.datatype} was asked for")
+        raise _misfit(f"{name} is {y.datatype}, but {sent.datatype} was asked for")
     if len(y.shape) != len(sent.shape) or y.shape[:-1] != sent.shape[:-1]:
-        raise _misfit(f"y has shape {list(y.shape)}, but x had shape {list(sent.shape)}")
+        raise _misfit(f"{name} has shape {list(y.shape)}, but x had shape {list(sent.shape)}")
     return y
 
 

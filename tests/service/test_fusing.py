@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import tritonclient.http as triton
 from safetensors.torch import save_file
 from torch import Tensor
 
+import gemmwire
 from gemmwire_service.errors import SettingsError
 from gemmwire_service.fusing import KNOWN, Rule, read_rules
 from http_calls import HEADER_LENGTH, TORCH, Reply, call, infer, json_message, message, raw
@@ -220,6 +223,31 @@ def test_tritonclient_gets_several_outputs_of_one_request(fused: Served) -> None
     for name in ("k_proj", "v_proj"):
         assert np.array_equal(result.as_numpy(name), straight[name].numpy())
     assert result.as_numpy("y") is None
+
+
+def test_the_client_gets_several_outputs_of_one_request(fused: Served) -> None:
+    x = rows(3)
+    with gemmwire.Client(fused.url) as client:
+        forwards = client.stats(LAYER)["execution_count"]
+        answer = client.call(LAYER, x, outputs=("v_proj", "q_proj"))
+        assert client.stats(LAYER)["execution_count"] == forwards + 1
+        whole = client.call(LAYER, x)
+        with pytest.raises(gemmwire.BadRequest, match="Output 'o_proj' is not one of the layer's"):
+            client.call(LAYER, x, outputs=["o_proj"])
+        for wrong in ("q_proj", (), ("y", "y"), (1,)):
+            with pytest.raises(gemmwire.InvalidArgument, match="outputs is"):
+                client.call(LAYER, x, outputs=wrong)  # type: ignore[arg-type]
+    assert list(answer.outputs) == ["v_proj", "q_proj"]
+    assert answer.y is None
+    assert whole.y is whole.outputs["y"]
+    assert_same_bits(answer.outputs["q_proj"], whole.y[:, :130])
+    assert_same_bits(answer.outputs["v_proj"], whole.y[:, 163:])
+
+    async def ask_too() -> Any:
+        async with gemmwire.AsyncClient(fused.url) as client:
+            return (await client.call(LAYER, x, outputs=["k_proj"])).outputs["k_proj"]
+
+    assert_same_bits(asyncio.run(ask_too()), whole.y[:, 130:163])
 
 
 def test_a_fused_layer_is_refitted_whole(model: Path, tensors: dict[str, Tensor], tmp_path: Path) -> None:
