@@ -10,7 +10,19 @@ import pytest
 
 from source_tree import CLIENT, ROOT, SERVICE, Import, imports, modules, package_of, relative
 
-HTTP_LAYER = ("app", "body", "call", "control", "infer", "protocol", "settings", "stats", "weights")
+HTTP_LAYER = (
+    "app",
+    "body",
+    "call",
+    "control",
+    "infer",
+    "metrics",
+    "protocol",
+    "settings",
+    "stats",
+    "traffic",
+    "weights",
+)
 """Modules of the service that run on the event loop and know tensors as bytes alone."""
 
 SERIALIZERS = ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")

@@ -23,6 +23,7 @@ from .engine import Engine
 from .errors import EngineError
 from .infer import Infer, Limits, error_reply
 from .loading import make_engine
+from .metrics import metrics_routes
 from .model_root import ModelRoot
 from .protocol import InferRequestForm, InferResponseForm, Problem
 from .refit import Refit
@@ -84,6 +85,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     app.include_router(control_routes(engine, repository, device, ladder.buckets))
     app.include_router(repository_routes(engine, repository))
     app.include_router(weights_routes(engine, refit, settings.max_weights_bytes))
+    app.include_router(metrics_routes(engine, device, settings))
     _install_errors(app)
     _document_infer(app)
     return app

@@ -68,6 +68,10 @@ class Layer:
         """The one that runs the layer; single buckets may have another (`routes.fallbacks`)."""
         return self.routes.selection.backend
 
+    @property
+    def graph_count(self) -> int:
+        return sum(program.captured for program in self.programs.values())
+
     def has_graph(self, bucket: int) -> bool:
         program = self.programs.get(bucket)
         return program is not None and program.captured

@@ -11,6 +11,7 @@ import torch
 
 from .backends import Selection, select
 from .backends.base import Backend, LayerSpec, Plan, PreparedWeight
+from .backends.storage import nbytes
 from .mxfp8.weight import MxWeight
 from .plans import PlanStore
 from .tuning import Tuner, reason, refuse_lost, tuner_for
@@ -42,6 +43,12 @@ class Routes:
     selection: Selection
     by_bucket: dict[int, Route]
     fallbacks: tuple[Fallback, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What the weight takes, in every form that a bucket computes with."""
+        forms = {id(route.weight): route.weight for route in self.by_bucket.values()}
+        return sum(nbytes(form) for form in forms.values())
 
 
 @dataclass

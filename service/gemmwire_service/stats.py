@@ -44,6 +44,14 @@ class Stages:
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
 
+    @property
+    def count(self) -> int:
+        return self.compute_infer.count
+
+    @property
+    def ns(self) -> int:
+        return self.compute_input.ns + self.compute_infer.ns + self.compute_output.ns
+
     def add(self, times: BatchTimes) -> None:
         _, to_device, computing, back = times
         self.compute_input.add(to_device)

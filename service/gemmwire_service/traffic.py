@@ -65,7 +65,7 @@ class Stages:
 
 @dataclass(slots=True)
 class Forwards:
-    """The forwards of one bucket, all layers together. `rows` of `places` were asked for, the rest is zeros."""
+    """The forwards of one bucket, of all layers. `rows` of `places` were asked for, the rest is zeros."""
 
     bucket: int
     count: int = 0
