@@ -59,14 +59,17 @@ class Loader:
             yield from _unique([_serve(spec, weights, origin, self._router_of(device), device)], names)
         self.finish(device)
 
-    def open(self, source: ModelSource) -> Model:
-        """Names and shapes, on any thread. Errors: SettingsError, CheckpointError."""
+    def open(self, source: ModelSource, *, keep: bool = True) -> Model:
+        """Names and shapes, on any thread; `keep` what is quantized, if there is a cache for it.
+
+        Errors: SettingsError, CheckpointError.
+        """
         settings = self._settings
         opened = open_checkpoint(Path(source.path), allow_unquantized=settings.allow_unquantized)
-        if settings.weight_cache and isinstance(opened, SafetensorsCheckpoint):
+        if keep and settings.weight_cache and isinstance(opened, SafetensorsCheckpoint):
             opened = CachedCheckpoint(opened, Path(settings.weight_cache).expanduser())
         reference = self._references.get(source.name)
-        if reference is not None:
+        if reference is not None and source in settings.sources():  # it is of that model, and of no later one
             opened = SpotChecked(opened, SafetensorsCheckpoint(Path(reference)))
         model = Model(source, FusedCheckpoint(opened, self._rules) if self._rules else opened)
         _tell(source.path, model.checkpoint)

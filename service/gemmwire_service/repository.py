@@ -124,7 +124,8 @@ class Repository:
         folder = await self._find(source)
         async with self._turn:
             layers = self._served(name)
-            opening = asyncio.to_thread(self._loader.open, ModelSource(name, folder))
+            # What a training run sends once would fill a cache.
+            opening = asyncio.to_thread(self._loader.open, ModelSource(name, folder), keep=False)
             model = await self._trying(name, opening)
             return await self._refit.refit_all(_sources(name, model, layers), if_version)
 

@@ -23,6 +23,7 @@ from tritonclient.utils import InferenceServerException
 import gemmwire
 from gemmwire_service.announce import lines
 from gemmwire_service.loader import Loader
+from gemmwire_service.quantize.command import main as quantize
 from gemmwire_service.tuning import TUNERS
 from http_calls import Reply, call, infer, message
 from oracle import assert_same_bits, reference, rounded_once, sparse
@@ -473,6 +474,26 @@ def test_without_a_source_the_model_is_refitted_from_its_own_folder(served: Serv
     put(root / "live", tensors(2))
     assert change(served, "refit", "live").status == 200
     assert_serves(served, tensors(2), "2")
+
+
+def test_a_refit_fills_no_cache_and_is_held_against_no_older_model(root: Path, tmp_path: Path) -> None:
+    """Guards: every step of a training run kept on disk; new weights refused for not being the first."""
+    assert quantize([str(root / "step-1"), str(root / "first")]) == 0
+    assert quantize([str(root / "step-2"), str(root / "second")]) == 0
+    cache = tmp_path / "cache"
+    options = settings(
+        model_root=str(root),
+        model=(f"live={root / 'first'}", f"float={root / 'step-1'}"),
+        reference=(f"live={root / 'step-1'}",),
+        weight_cache=str(cache),
+    )
+    with serving(options) as server:
+        assert_serves(server, tensors(1), "1")
+        kept = len(list((cache / "weights").iterdir()))
+        assert change(server, "refit", "float", **{"from": "step-2"}).status == 200
+        assert len(list((cache / "weights").iterdir())) == kept == 2
+        assert change(server, "refit", "live", **{"from": "second"}).status == 200
+        assert_serves(server, tensors(2), "2")
 
 
 @pytest.mark.parametrize("fault", ["value", "shape", "missing", "more", "broken"])
