@@ -30,6 +30,9 @@ from .refit import Refit
 from .repository import Repository
 from .repository_routes import repository_routes
 from .settings import Settings
+from .shm import Regions
+from .shm_openers import openers_of
+from .shm_routes import shm_routes
 from .weights import weights_routes
 
 INFER_PATHS = ("/v2/models/{layer}/infer", "/v2/models/{layer}/versions/{version}/infer")
@@ -62,12 +65,15 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     """
     root = ModelRoot.of(settings.model_root) if settings.model_root else None
     engine, loader, device, ladder = make_engine(settings, on_loaded)
+    openers = openers_of(settings, device)
+    regions = Regions(tuple(opener.kind for opener in openers))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
         await engine.stop()
+        regions.close()
 
     app = Service(
         title="gemmwire",
@@ -76,16 +82,17 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         lifespan=lifespan,
     )
     app.state.engine = engine
-    app.infer = Infer(engine, Limits(settings.max_body_bytes, settings.max_json_bytes))
+    app.infer = Infer(engine, Limits(settings.max_body_bytes, settings.max_json_bytes), regions)
     app.endpoint = InferEndpoint(app.infer)
     for path in INFER_PATHS:
         app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))
     refit = Refit(engine)
     repository = Repository(engine, loader, refit, root)
-    app.include_router(control_routes(engine, repository, device, ladder.buckets))
+    app.include_router(control_routes(engine, repository, device, ladder.buckets, regions.offered))
     app.include_router(repository_routes(engine, repository))
     app.include_router(weights_routes(engine, refit, settings.max_weights_bytes))
     app.include_router(metrics_routes(engine, device, settings))
+    app.include_router(shm_routes(regions, openers))
     _install_errors(app)
     _document_infer(app)
     return app

@@ -6,11 +6,12 @@ import time
 from math import prod
 from typing import NamedTuple
 
-from gemmwire.wire import ITEMSIZE, Buffer, InferRequest, Tensor, WireError
+from gemmwire.wire import ITEMSIZE, Buffer, InferRequest, Shared, Tensor, WireError
 
 from .backends.base import LayerSpec
 from .inputs import read_input
 from .outputs import DATATYPES, OUTPUT, Columns, read_outputs
+from .shm import Region
 
 LONGEST_US = 365 * 24 * 3600 * 1_000_000
 _JSON_NUMBER = 16  # bytes of one number of an answer, about
@@ -20,6 +21,7 @@ class Call(NamedTuple):
     """x [rows, K] in, y [rows, N] out as `datatype`, within `timeout_us` of its arrival.
 
     `columns`: the outputs that the answer has, where it is not y alone; `binary`: all of it travels as bytes.
+    `targets`: the regions of shared memory that those which have a place there go to.
     `in_place`: the bytes behind the JSON part, if there are any, are those of x as they stand.
     """
 
@@ -31,6 +33,7 @@ class Call(NamedTuple):
     id: str
     columns: tuple[Columns, ...] = ()
     in_place: bool = True
+    targets: tuple[Region | None, ...] = ()
 
     def deadline(self) -> int | None:
         """Monotonic ns, if it arrived now."""
@@ -43,6 +46,13 @@ class Call(NamedTuple):
 
     def shape(self, n: int) -> tuple[int, ...]:
         return (*self.x.shape[:-1], n)
+
+    def place(self, each: Columns) -> Shared | None:
+        """What these columns take of the shared memory that is meant for them."""
+        if each.shared is None:
+            return None
+        nbytes = self.rows * (each.stop - each.start) * ITEMSIZE[self.datatype]
+        return Shared(each.shared.region, each.shared.offset, nbytes)
 
     def width(self, n: int) -> int:
         """Numbers of the answer for each row."""
@@ -65,8 +75,12 @@ def read_call(request: InferRequest, spec: LayerSpec, timeout_us: int | None) ->
         timeout_us=_timeout(request, timeout_us),
         id=request.id,
         in_place=rows.in_place,
-        columns=() if [each.name for each in columns] == [OUTPUT] else columns,
+        columns=() if _is_y_alone(columns) else columns,
     )
+
+
+def _is_y_alone(columns: tuple[Columns, ...]) -> bool:
+    return len(columns) == 1 and columns[0].name == OUTPUT and columns[0].shared is None
 
 
 def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: int) -> None:

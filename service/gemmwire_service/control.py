@@ -30,10 +30,15 @@ PLATFORM = "gemmwire_mxfp8"
 
 
 def control_routes(
-    engine: Engine, repository: Repository, device: str, buckets: tuple[int, ...]
+    engine: Engine,
+    repository: Repository,
+    device: str,
+    buckets: tuple[int, ...],
+    shared: tuple[str, ...] = (),
 ) -> APIRouter:
     routes = APIRouter()
-    extensions = [*EXTENSIONS, "model_repository"] if repository.open else EXTENSIONS
+    extensions = [*EXTENSIONS, "model_repository"] if repository.open else list(EXTENSIONS)
+    extensions += [f"{kind}_shared_memory" for kind in shared]
 
     @routes.get("/v2")
     async def server_metadata() -> ServerMetadata:

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
 _NOT_READY = 600
 _POINTER, _SIZE, _BYTE, _FLAGS = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ubyte, ctypes.c_uint
 
@@ -30,15 +30,15 @@ class Driver:
     """
 
     def __init__(self) -> None:
-        keeping, releasing = ctypes.PyDLL(_LIBRARY), ctypes.CDLL(_LIBRARY)
-        self._copy = _bind(keeping, "cuMemcpyAsync", _POINTER, _POINTER, _SIZE, _POINTER)
-        self._zero = _bind(keeping, "cuMemsetD8Async", _POINTER, _BYTE, _SIZE, _POINTER)
-        self._record = _bind(keeping, "cuEventRecord", _POINTER, _POINTER)
-        self._wait = _bind(keeping, "cuStreamWaitEvent", _POINTER, _POINTER, _FLAGS)
-        self._query = _bind(keeping, "cuEventQuery", _POINTER)
-        self._launch = _bind(keeping, "cuGraphLaunch", _POINTER, _POINTER)
-        self._synchronize = _bind(releasing, "cuEventSynchronize", _POINTER)
-        self._name = _bind(keeping, "cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        keeping, releasing = ctypes.PyDLL(LIBRARY), ctypes.CDLL(LIBRARY)
+        self._copy = bind(keeping, "cuMemcpyAsync", _POINTER, _POINTER, _SIZE, _POINTER)
+        self._zero = bind(keeping, "cuMemsetD8Async", _POINTER, _BYTE, _SIZE, _POINTER)
+        self._record = bind(keeping, "cuEventRecord", _POINTER, _POINTER)
+        self._wait = bind(keeping, "cuStreamWaitEvent", _POINTER, _POINTER, _FLAGS)
+        self._query = bind(keeping, "cuEventQuery", _POINTER)
+        self._launch = bind(keeping, "cuGraphLaunch", _POINTER, _POINTER)
+        self._synchronize = bind(releasing, "cuEventSynchronize", _POINTER)
+        self._library = keeping
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Between any two of device and pinned memory."""
@@ -76,9 +76,7 @@ class Driver:
             raise self._error("cuEventSynchronize", code)
 
     def _error(self, call: str, code: int) -> DriverError:
-        name = ctypes.c_char_p()
-        self._name(code, ctypes.byref(name))
-        return DriverError(f"{call} failed with {(name.value or b'an unknown error').decode()} ({code})")
+        return error_of(self._library, call, code)
 
 
 @cache
@@ -86,9 +84,16 @@ def driver() -> Driver:
     return Driver()
 
 
-def _bind(library: ctypes.CDLL, name: str, *types: type) -> Call:
+def bind(library: ctypes.CDLL, name: str, *types: type) -> Call:
     function = library[name]
     function.argtypes = types
     function.restype = ctypes.c_int
     call: Call = function
     return call
+
+
+def error_of(library: ctypes.CDLL, call: str, code: int) -> DriverError:
+    """What a call's result means, which is not 0."""
+    name = ctypes.c_char_p()
+    bind(library, "cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))(code, ctypes.byref(name))
+    return DriverError(f"{call} failed with {(name.value or b'an unknown error').decode()} ({code})")

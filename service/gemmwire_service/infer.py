@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gemmwire import wire
 from gemmwire.wire import WireError
@@ -24,8 +24,12 @@ from .inputs import INPUT
 from .layer import Layer
 from .outputs import DATATYPES
 from .response import encode
+from .shared_tensors import Source, any_shared, deliver, fetch, hold, source_of
+from .shm import Regions
 
 Headers = dict[bytes, bytes]
+T = TypeVar("T")
+Known = tuple[bytes, int, bytes | None, LayerSpec, int]
 
 TIMEOUT = b"gemmwire-timeout-us"
 HEADER_LENGTH = wire.HEADER_LENGTH.encode()
@@ -57,12 +61,14 @@ class Reply(NamedTuple):
 class Infer:
     """The steps between which a transport waits: for the body, and for the device."""
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
+    def __init__(self, engine: Engine, limits: Limits, regions: Regions) -> None:
         self.limits = limits
+        self.regions = regions
         self.traffic = engine.traffic
         self._engine = engine
         self._wire_limits = wire.Limits(json_bytes=limits.json_bytes)
-        self._calls: dict[tuple[bytes, int, bytes | None, LayerSpec], Call] = {}
+        self._calls: dict[Known, Call] = {}
+        self._shared_calls: dict[Known, tuple[Call, Source]] = {}
 
     def layer(self, name: str, version: str | None) -> Layer:
         """Errors, before the body is read: NotReady, Draining, `layer_unknown`, `version_unknown`."""
@@ -74,20 +80,34 @@ class Infer:
         length = wire.header_length(headers.get(HEADER_LENGTH), len(body))
         if length and length <= _REMEMBERED:
             return self._known_call(body, length, headers.get(TIMEOUT), layer)
+        if length is None and self.regions and len(body) <= _REMEMBERED:
+            return self._shared_call(body, headers.get(TIMEOUT), layer)
         return self._read_call(body, length, headers.get(TIMEOUT), layer)
 
     def _known_call(self, body: memoryview, length: int, timeout: bytes | None, layer: Layer) -> Call:
         """A client sends the same JSON part again and again, before other numbers."""
         data = body[length:]
-        key = (bytes(body[:length]), len(data), timeout, layer.spec)
+        key = (bytes(body[:length]), len(data), timeout, layer.spec, self.regions.generation)
         known = self._calls.get(key)
         if known is not None:
             return known.over(data)
         call = self._read_call(body, length, timeout, layer)
         if call.in_place and len(call.x.data) == len(data) > 0:  # all that is behind the JSON part is x
-            if len(self._calls) >= _CALLS:
-                self._calls.clear()
-            self._calls[key] = call.over(b"")
+            _remember(self._calls, key, call.over(b""))
+        return call
+
+    def _shared_call(self, body: memoryview, timeout: bytes | None, layer: Layer) -> Call:
+        """As `_known_call`, where x is behind no JSON part, but in shared memory."""
+        key = (bytes(body), 0, timeout, layer.spec, self.regions.generation)
+        known = self._shared_calls.get(key)
+        if known is not None:
+            call, source = known
+            return call.over(source.region.read(source.place))
+        request = wire.decode_request(body, None, self._wire_limits)
+        call = self._checked(request, timeout, layer)
+        only = source_of(request, self.regions)
+        if only is not None:
+            _remember(self._shared_calls, key, (call.over(b""), only))
         return call
 
     def _read_call(self, body: memoryview, length: int | None, timeout: bytes | None, layer: Layer) -> Call:
@@ -95,9 +115,15 @@ class Infer:
             request = wire.decode_raw_request(body, INPUT, DATATYPES[0], layer.spec.k)
         else:
             request = wire.decode_request(body, length, self._wire_limits)
+        return self._checked(request, timeout, layer)
+
+    def _checked(self, request: wire.InferRequest, timeout: bytes | None, layer: Layer) -> Call:
+        shared = any_shared(request)
+        if shared:
+            request = fetch(request, self.regions, self.limits.body_bytes)
         call = read_call(request, layer.spec, _timeout(timeout))
         refuse_large_answer(call, layer.spec, self.limits.body_bytes, self.limits.json_bytes)
-        return call
+        return hold(call, self.regions) if shared else call
 
     def submit(
         self,
@@ -112,11 +138,20 @@ class Infer:
     def reply(self, call: Call, layer: Layer, answer: Answer | None, version: str | None) -> Reply:
         """`answer` None is the answer of a call without rows; `version` is what the caller asked for.
 
-        Errors: `version_unknown` where the weight was replaced while the call waited.
+        Errors: `version_unknown` where the weight was replaced while the call waited, `region_gone` where the
+        shared memory for y was taken away.
         """
         if answer is not None:
             _refuse_other(layer.name, version, answer.version)
+            if call.targets:
+                deliver(call, layer.spec.n, answer)
         return Reply(200, *encode(call, layer.spec, layer.version, layer.backend.name, answer))
+
+
+def _remember(known: dict[Known, T], key: Known, value: T) -> None:
+    if len(known) >= _CALLS:
+        known.clear()
+    known[key] = value
 
 
 def encodes_elsewhere(call: Call, layer: Layer) -> bool:

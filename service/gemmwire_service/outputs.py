@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemmwire.wire import Buffer, InferRequest, RequestedOutput, WireError
+from gemmwire.wire import Buffer, InferRequest, RequestedOutput, Shared, WireError
 
 from .backends.base import LayerSpec
 
@@ -15,12 +15,16 @@ DATATYPES = ("BF16", "FP16", "FP32")
 
 
 class Columns(NamedTuple):
-    """One output that a request asks for: columns start..stop of y, and whether they travel as bytes."""
+    """One output that a request asks for: columns start..stop of y, and whether they travel as bytes.
+
+    `shared`: where in shared memory the client wants them, instead of in the answer.
+    """
 
     name: str
     start: int
     stop: int
     binary: bool
+    shared: Shared | None = None
 
 
 class Outputs(NamedTuple):
@@ -54,10 +58,14 @@ def read_outputs(request: InferRequest, spec: LayerSpec, datatype: str) -> Outpu
             got=sorted(datatypes)[:4],
         )
     columns = [
-        Columns(each.name, *bounds[each.name], request.binary_outputs if each.binary is None else each.binary)
+        Columns(each.name, *bounds[each.name], _as_bytes(each, request.binary_outputs), each.shared)
         for each in asked
     ]
     return Outputs(datatypes.pop(), tuple(columns))
+
+
+def _as_bytes(output: RequestedOutput, default: bool) -> bool:
+    return output.shared is not None or (default if output.binary is None else output.binary)
 
 
 def cut(data: Buffer, rows: int, n: int, columns: Columns) -> Buffer:

@@ -5,7 +5,7 @@ The infer route decodes with `gemmwire.wire`, which is stricter and faster; its 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -159,6 +159,49 @@ class ModelRefitResult(BaseModel):
     name: str
     source: str = Field(description="the model of the root that the weights are from")
     layers: list[RefitResult]
+
+
+Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class SystemRegionForm(BaseModel):
+    """Part of an object of POSIX shared memory, which the client has made."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    key: str = Field(description="the object's name, as of shm_open")
+    offset: Bytes = 0
+    byte_size: Bytes = Field(ge=1)
+    held: bool = Field(
+        False, description="the client keeps a shared flock on the object; the region goes with it"
+    )
+
+
+class SystemRegion(BaseModel):
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+class RawHandle(BaseModel):
+    b64: str = Field(max_length=1024)
+
+
+class CudaRegionForm(BaseModel):
+    """Memory of a GPU, by the handle that the CUDA call for inter-process memory gave."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    raw_handle: RawHandle
+    device_id: int
+    byte_size: Bytes = Field(ge=1)
+
+
+class CudaRegion(BaseModel):
+    name: str
+    device_id: int
+    byte_size: int
 
 
 class Problem(BaseModel):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
 
 from gemmwire.wire import WireError
 
-from .body import declared_length, read_body
 from .engine import Engine
+from .forms import read_form
 from .layer import Layer
 from .protocol import (
     CheckpointIndexEntry,
@@ -24,14 +23,11 @@ from .protocol import (
 from .repository import Entry, Repository
 from .weights import answer, if_match
 
-SMALL = 64 << 10  # bytes of a body without tensors
 SOURCE = "from"
 _IGNORED = frozenset({"unload_dependents"})
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (400, 404, 409, 413, 500, 503)
 }
-
-Form = TypeVar("Form", bound=BaseModel)
 
 
 def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
@@ -39,7 +35,7 @@ def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
 
     @routes.post("/v2/repository/index")
     async def index(request: Request) -> list[ModelIndexEntry | CheckpointIndexEntry]:
-        form = await _form(request, RepositoryIndexRequest)
+        form = await read_form(request, RepositoryIndexRequest)
         entries: list[ModelIndexEntry | CheckpointIndexEntry]
         entries = [_layer(layer) for layer in engine.layers.values()]
         if repository.open:
@@ -48,12 +44,12 @@ def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
 
     @routes.post("/v2/repository/models/{model}/load", responses=_PROBLEMS)
     async def load(model: str, request: Request) -> LoadResult:
-        _refuse_parameters(await _form(request, RepositoryRequest), known=_IGNORED)
+        _refuse_parameters(await read_form(request, RepositoryRequest), known=_IGNORED)
         return LoadResult(name=model, layers=[layer.name for layer in await repository.load(model)])
 
     @routes.post("/v2/repository/models/{model}/unload", responses=_PROBLEMS)
     async def unload(model: str, request: Request) -> LoadResult:
-        _refuse_parameters(await _form(request, RepositoryRequest), known=_IGNORED)
+        _refuse_parameters(await read_form(request, RepositoryRequest), known=_IGNORED)
         await repository.unload(model)
         return LoadResult(name=model, layers=[])
 
@@ -63,7 +59,7 @@ def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
         responses=_PROBLEMS,
     )
     async def refit(model: str, request: Request) -> ModelRefitResult:
-        form = await _form(request, RepositoryRequest)
+        form = await read_form(request, RepositoryRequest)
         _refuse_parameters(form, known=frozenset({SOURCE}))
         source = form.parameters.get(SOURCE, model)
         if not isinstance(source, str):
@@ -72,11 +68,6 @@ def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
         return ModelRefitResult(name=model, source=source, layers=[answer(each) for each in done])
 
     return routes
-
-
-async def _form(request: Request, form: type[Form]) -> Form:
-    body = await read_body(request.receive, declared_length(dict(request.headers.raw), SMALL), SMALL, 0)
-    return form.model_validate_json(bytes(body) or b"{}")
 
 
 def _refuse_parameters(form: RepositoryRequest, known: frozenset[str]) -> None:

@@ -53,7 +53,8 @@ def _several(
             each.name,
             call.datatype,
             call.shape(each.stop - each.start),
-            cut(data, call.rows, spec.n, each),
+            b"" if each.shared is not None else cut(data, call.rows, spec.n, each),
+            call.place(each),
         )
         for each in call.columns
     )

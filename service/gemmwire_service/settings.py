@@ -21,6 +21,8 @@ from .fusing import Rule, read_rules
 
 PREFIX = "GEMMWIRE_"
 DEMO = "demo=glassllm"
+# The server's process makes such objects, or may: no client must get at them.
+_OF_LIBRARIES = ("torch_", "nccl-", "cuda.shm", "psm_", "sem.", "nvshmem", "jemalloc")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LARGEST_RANDOM = 1 << 31
 _RANDOM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
@@ -75,6 +77,14 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 takes a free one")
     uds: str = Field("", description="path of a Unix socket to listen on, beside the port")
+    shm_prefix: str = Field(
+        "",
+        description="take tensors in shared memory, in objects whose names begin so and that clients running "
+        "as the same user have made; empty: off",
+    )
+    cuda_shm: bool = Field(
+        False, description="take tensors in memory of the GPU that other processes have allocated"
+    )
     max_bucket: int = Field(
         4096, ge=1, le=65536, description="largest M of one forward; more rows are chunked"
     )
@@ -119,6 +129,15 @@ class Settings(BaseSettings):
     def _device(cls, value: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
             raise ValueError("it must be auto, cpu, cuda or cuda:INDEX")
+        return value
+
+    @field_validator("shm_prefix")
+    @classmethod
+    def _shm_prefix(cls, value: str) -> str:
+        if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{2,63}", value):
+            raise ValueError("it must be 3 to 64 letters, digits and '._-', as gemmwire")
+        if any(name.startswith(value) or value.startswith(name) for name in _OF_LIBRARIES if value):
+            raise ValueError("libraries name their own shared memory so; take another, as gemmwire")
         return value
 
     def sources(self) -> tuple[ModelSource, ...]:

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[bytes, int | None, int, str]] = {
     "timeout-10^400": (document(tensor(), parameters={"timeout": 10**400}), None, 400, "request_invalid"),
     "timeout-true": (document(tensor(), parameters={"timeout": True}), None, 400, "request_invalid"),
     "shared-memory": (
-        document(tensor(data=None, parameters={"shared_memory_region": "r"})),
+        document(tensor(data=None, parameters={"shared_memory_region": "r", "shared_memory_byte_size": 512})),
         None,
         400,
         "shared_memory_unsupported",
