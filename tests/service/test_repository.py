@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,16 @@ from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
 import gemmwire
+import gemmwire_service.loading as loading
 from gemmwire_service.announce import lines
+from gemmwire_service.buckets import Ladder
+from gemmwire_service.device import Device
 from gemmwire_service.loader import Loader
 from gemmwire_service.quantize.command import main as quantize
 from gemmwire_service.tuning import TUNERS
 from http_calls import Reply, call, infer, message
 from oracle import assert_same_bits, reference, rounded_once, sparse
+from scripted_cuda import machine
 from serving import Served, hold, serving, settings, until
 
 K = 64
@@ -428,6 +433,35 @@ def test_a_load_tunes_outside_of_what_serves_and_serving_goes_on(
         assert tuner.inside == ["serving"]
         assert_serves(server, tensors(1), "2")
     assert tuner.inside == []
+
+
+@pytest.mark.parametrize("mail", [False, True], ids=["copied", "mailed"])
+def test_a_device_with_graphs_captures_them_at_load_and_drops_them_at_unload(
+    root: Path, monkeypatch: pytest.MonkeyPatch, mail: bool
+) -> None:
+    """On a scripted device; guards pinned memory that is too small for a layer wider than those before it."""
+    ladder = Ladder.up_to(8)
+    made = machine(ladder, mail=mail, bytes_each=100, took=20.0)
+    monkeypatch.setattr(loading, "Device", partial(Device, machine=lambda: made))
+    put(root / "live", tensors(1, n=300, k=288))
+    x = x_of(3, 288)
+    with serving(settings(model_root=str(root), random_layer=("other=32x64",), max_bucket=8)) as server:
+        before = made.graphs.used
+        for version in ("1", "2"):
+            assert change(server, "load", "live").status == 200
+            layer = server.engine.layers["live.up"]
+            assert all(layer.has_graph(bucket) for bucket in ladder.buckets)
+            reply = infer(server, "live.up", *message(x))
+            assert reply.json["model_version"] == version
+            assert_same_bits(reply.tensor, answer(tensors(1, n=300, k=288), "up", x))
+            assert infer(server, "other", *message(x_of(20))).status == 200
+        assert made.graphs.used == 3 * before
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(infer, server, "live.up", *message(x)) for _ in range(16)]
+            assert change(server, "unload", "live").status == 200
+            assert {each.result().status for each in asked} <= {200, 404}
+        assert made.graphs.used == before
+        assert layer.programs == {}
 
 
 def test_nothing_holds_a_model_that_was_unloaded_or_replaced(served: Served, root: Path) -> None:
