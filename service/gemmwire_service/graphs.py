@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ log = logging.getLogger("gemmwire.graphs")
 _TIMED = 10
 WARM_UPS = 2  # what a first call loads, compiles or allocates must not happen in a capture
 MIB = 1 << 20
+LEAST = 64 << 10  # bytes that a graph is counted with
 
 
 class Recorder(Protocol):
@@ -115,7 +116,7 @@ class Graphs:
     mail: Mailbox | None = None
     used: int = 0
     _pool: int = 0  # the largest need that was captured
-    _each: int = field(default=0)  # bytes of the last graph, as a guess at the next
+    _each: int = LEAST  # bytes of the last graph, as a guess at the next
     _live: int = 0  # programs that run as a graph
 
     def capture(self, layer: Layer) -> dict[int, Program]:
@@ -177,8 +178,9 @@ class Graphs:
         program.run, program.captured, program.mail = replay, True, mail
         program.microseconds = self.recorder.microseconds(trial)
         del trial  # it holds memory of its own
-        taken = max(0, self.recorder.used() - before)  # a graph takes some at its first replay
-        self._each = max(0, taken - max(0, need - self._pool))
+        # A graph takes some at its first replay, of pieces that the driver takes for several.
+        taken = max(LEAST, self.recorder.used() - before)
+        self._each = max(LEAST, taken - max(0, need - self._pool))
         self._pool = max(self._pool, need)
         self.used += taken
         self._live += 1

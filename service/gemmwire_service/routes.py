@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -61,6 +61,7 @@ class Router:
     store: PlanStore
     cache: Path | None
     tuners: dict[str, Tuner] = field(default_factory=dict)
+    backends: dict[str, Backend] = field(default_factory=dict)
 
     def route(self, spec: LayerSpec, weight: MxWeight, made: PreparedWeight | None = None) -> Routes:
         """Prepare the weight and try every bucket of it, backend after backend, until each has a route.
@@ -76,7 +77,7 @@ class Router:
         first: Selection | None = None
         missing = self.buckets
         while missing:
-            selection = select(spec, self.device, self.choice, failed)
+            selection = self._shared(select(spec, self.device, self.choice, failed))
             name = selection.backend.name
             found, failures = self._try(selection.backend, weight, missing, made)
             made = None
@@ -90,6 +91,11 @@ class Router:
         if first is None:
             raise ValueError("a ladder without buckets has no routes")
         return Routes(first, routes, tuple(fallbacks))
+
+    def _shared(self, selection: Selection) -> Selection:
+        """The same with the instance that other layers have: an instance keeps scratch memory for itself."""
+        backend = self.backends.setdefault(selection.backend.name, selection.backend)
+        return replace(selection, backend=backend)
 
     @contextmanager
     def serving(self, routes: Routes) -> Iterator[None]:

@@ -87,13 +87,13 @@ class Noting(Emulation):
 
 def test_over_the_budget_there_are_fewer_graphs_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Guards: memory that runs out once the weights fit; and a limit that nobody hears of."""
-    found, recorder = graphs(budget=250, bytes_each=100)
+    found, recorder = graphs(budget=250_000, bytes_each=100_000)
     first, second = layer(), layer()
     first.programs = found.capture(first)
     # What one graph takes is known only once there is one.
-    assert recorder.taken <= 250 + 100
+    assert recorder.taken <= 250_000 + 100_000
     second.programs = found.capture(second)
-    assert recorder.taken <= 250 + 100
+    assert recorder.taken <= 250_000 + 100_000
     assert found.used == recorder.taken
     assert not any(second.has_graph(bucket) for bucket in LADDER.buckets)
     assert all("--graph-budget-bytes" in reason for reason in eager_of(second).values())
@@ -104,7 +104,7 @@ def test_over_the_budget_there_are_fewer_graphs_and_it_is_said(caplog: pytest.Lo
 
 
 def test_what_a_capture_allocates_counts_once_for_all_graphs() -> None:
-    found, _ = graphs(budget=1000, bytes_transient=900)
+    found, _ = graphs(budget=2_000_000, bytes_transient=900_000)
     first, second = layer(), layer()
     first.programs, second.programs = found.capture(first), found.capture(second)
     assert eager_of(first) == eager_of(second) == {}
@@ -112,21 +112,21 @@ def test_what_a_capture_allocates_counts_once_for_all_graphs() -> None:
 
 def test_a_layer_that_leaves_gives_its_share_of_the_budget_back() -> None:
     """Guards: a server that loads and unloads until no layer has graphs any more."""
-    found, recorder = graphs(budget=1000, bytes_each=100, bytes_transient=10)
+    found, recorder = graphs(budget=1_000_000, bytes_each=100_000, bytes_transient=10_000)
     for number in range(1, 9):
         served = layer()
         served.programs = found.capture(served)
         assert eager_of(served) == {}, f"layer {number}"
-        assert found.used == 400
+        assert found.used == 400_000
         found.release(served)
-        recorder.taken -= 400
+        recorder.taken -= 400_000
         assert (found.used, served.programs) == (0, {})
     kept, leaving = layer(), layer()
     kept.programs, leaving.programs = found.capture(kept), found.capture(leaving)
     found.release(leaving)
-    assert found.used == 400
+    assert found.used == 400_000
     found.release(layer())  # one that was never captured
-    assert found.used == 400
+    assert found.used == 400_000
 
 
 def test_a_budget_of_nothing_switches_them_off() -> None:

@@ -142,3 +142,11 @@ def test_batch_invariance_without_a_kernel_for_it_is_one_fixed_m(
             alone = infer(served, "m.wide", *message(rows)).tensor
             assert torch.equal(alone, together.tensor[start : start + m]), m
         assert_rows_close(together.tensor, reference(x, weights["wide.weight"], weights["wide.bias"]))
+
+
+def test_layers_share_the_instance_of_a_backend() -> None:
+    """Guards: scratch memory of the size of the largest x for every single layer."""
+    shared = router()
+    first, second = (shared.route(LayerSpec(name, N, K, bias=False), WEIGHT) for name in "ab")
+    assert first.by_bucket[8].backend is second.by_bucket[64].backend
+    assert first.selection.backend is second.selection.backend
