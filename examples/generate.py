@@ -4,8 +4,8 @@
     ./dev python examples/generate.py             # in another
 
 Prints the tokens as they come, tokens/s, and the perplexity of a text file under the remote MXFP8 model
-beside that of the same model run here in FP32. The model is glassllm's (extra `demo`); the attention, the
-norms and the sampling stay here.
+beside that of the same model run here in FP32. The model is glassllm's (extra `demo`), which is written in
+NumPy, with a `RemoteLinear` in the place of each weight; the attention, the norms and the sampling stay here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from glassllm import GlassLM, Tensor, Tokenizer, load_pretrained, no_grad
 from glassllm.autograd import embedding
 from glassllm.nn import KVCache
 from numpy.typing import NDArray
 
 import gemmwire
+from gemmwire.nn import RemoteLinear
 
 TEXT = Path(__file__).with_name("alice.txt")
 
@@ -32,11 +34,10 @@ class RemoteWeight(Tensor):
 
     def __init__(self, client: gemmwire.Client, layer: str) -> None:
         super().__init__(np.zeros(0, dtype=np.float32))
-        self.client = client
-        self.layer = layer
+        self.linear = RemoteLinear(client, layer)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        return Tensor(self.client.infer(self.layer, x.data.astype(np.float32, copy=False)))
+        return Tensor(self.linear(torch.from_numpy(x.data.astype(np.float32, copy=False))).numpy())
 
 
 class RemoteGlassLM(GlassLM):

@@ -67,6 +67,15 @@ def dev_script(path: Path = ROOT / "dev") -> ModuleType:
     return module
 
 
+def script(path: Path) -> ModuleType:
+    """A program of the repository as a module, with its `main`."""
+    loader = SourceFileLoader(f"script_{path.stem}", str(path))
+    module = ModuleType(loader.name)
+    module.__file__ = str(path)
+    loader.exec_module(module)
+    return module
+
+
 def imports(source: str, package: str) -> Iterator[Import]:
     """Every import of `source`, also `import_module("x")` and `__import__("x")`, each with its scope."""
     yield from _imports(ast.parse(source), package, "module")

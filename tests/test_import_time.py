@@ -32,6 +32,12 @@ def test_the_client_is_light(module: str) -> None:
     assert brought_in_by(module) & heavy == set()
 
 
+def test_the_health_check_is_standard_library_alone() -> None:
+    """Guards: a process of torch's size every few seconds, killed by its limit before it has asked."""
+    brought = brought_in_by("gemmwire_service.healthcheck")
+    assert brought - sys.stdlib_module_names == {"gemmwire_service"}
+
+
 def test_the_reader_sees_what_an_import_brings() -> None:
     """Guards: a set that is empty because the child process looked at nothing."""
     assert "json" in brought_in_by("json")

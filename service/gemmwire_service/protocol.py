@@ -5,7 +5,7 @@ The infer route decodes with `gemmwire.wire`, which is stricter and faster; its 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -161,17 +161,14 @@ class ModelRefitResult(BaseModel):
     layers: list[RefitResult]
 
 
-Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
 class SystemRegionForm(BaseModel):
     """Part of an object of POSIX shared memory, which the client has made."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     key: str = Field(description="the object's name, as of shm_open")
-    offset: Bytes = 0
-    byte_size: Bytes = Field(ge=1)
+    offset: int = Field(0, ge=0, lt=1 << 63)
+    byte_size: int = Field(ge=1, lt=1 << 63)
     held: bool = Field(
         False, description="the client keeps a shared flock on the object; the region goes with it"
     )
@@ -195,7 +192,7 @@ class CudaRegionForm(BaseModel):
 
     raw_handle: RawHandle
     device_id: int
-    byte_size: Bytes = Field(ge=1)
+    byte_size: int = Field(ge=1, lt=1 << 63)
 
 
 class CudaRegion(BaseModel):

@@ -26,6 +26,14 @@ VERSION = "0.7.4"  # the extra `gpu` pins it: layouts and signatures change betw
 SYMBOLS = ("MeasurementPolicy", "ReplayCoverage", "SfLayout", "autotune_v2", "mm_mxfp8", "mxfp8_quantize")
 QUANTIZES_FROM = (10, 0)  # the device code of `mxfp8_quantize` is under __CUDA_ARCH__ >= 1000
 CUDA_FROM = (12, 8)  # the first CUDA with compute capability 10.0
+MODULES = {
+    "mxfp8_quantization_sm100": "jit.fp8_quantization.gen_mxfp8_quantization_sm100_module",
+    "mxfp8_gemm_cutlass": "jit.gemm.core.gen_gemm_sm100_module_cutlass_mxfp8",
+    "trtllm_utils": "jit.tllm_utils.gen_trtllm_utils_module",  # its tuner delays a stream with it
+    "trtllm_gemm": "jit.gemm.core.gen_trtllm_gen_gemm_module",
+}
+"""What it compiles of the kernels used here, unless it is there: what makes the specification, by the name.
+Kernels in CuTe DSL are not among them: FlashInfer compiles those in Python, without nvcc."""
 INSTALL = "pip install 'gemmwire[gpu]'"
 FETCH = "run flashinfer download-kernels, which installs those of its version"
 
@@ -65,6 +73,18 @@ def nvcc(environ: Mapping[str, str] = os.environ) -> str | None:
     """The compiler FlashInfer would use."""
     compiler = cuda_home(environ) / "bin" / "nvcc"
     return str(compiler) if compiler.exists() else None
+
+
+def aot_folder(flashinfer: Any) -> Path | None:
+    """Where FlashInfer looks for NAME/NAME.so before it compiles a module; it takes that as it is."""
+    folders = list(getattr(flashinfer, "__path__", ()))
+    return Path(folders[0]) / "data" / "aot" if folders else None
+
+
+def not_compiled(flashinfer: Any) -> list[str]:
+    """The modules that are not in that folder, where the build of a container image puts them."""
+    folder = aot_folder(flashinfer)
+    return [name for name in MODULES if folder is None or not (folder / name / f"{name}.so").is_file()]
 
 
 def load() -> Any:
@@ -133,14 +153,14 @@ def _reasons(backend: str, device: torch.device) -> Iterator[str]:
             f"{dotted(QUANTIZES_FROM)} and higher, and returns uninitialised memory below"
         )
         return
-    yield from _wrong_versions(versions())
+    yield from wrong_versions(versions())
     try:
         flashinfer = load()
     except Exception as error:  # 0.6.x raises AssertionError where torch has no CUDA, others OSError
         yield f"import flashinfer fails: {type(error).__name__}: {error}; {INSTALL}"
         return
-    yield from _wrong_module(flashinfer)
-    yield from _no_compiler()
+    yield from wrong_module(flashinfer)
+    yield from _no_compiler(flashinfer)
     if not flashinfer.mm_mxfp8.is_backend_supported(backend, 10 * on[0] + on[1]):
         yield (
             f"FlashInfer {flashinfer.__version__} has no {backend} kernels for compute capability "
@@ -148,7 +168,8 @@ def _reasons(backend: str, device: torch.device) -> Iterator[str]:
         )
 
 
-def _wrong_versions(found: Versions) -> Iterator[str]:
+def wrong_versions(found: Versions) -> Iterator[str]:
+    """What is wrong with the packages that are installed, a sentence each."""
     if found.python is None:
         yield f"FlashInfer is not installed: {INSTALL}"
     elif _release(found.python) != VERSION:
@@ -183,7 +204,7 @@ def _wrong_cuda(found: Versions, cuda: str | None) -> Iterator[str]:
         )
 
 
-def _wrong_module(flashinfer: Any) -> Iterator[str]:
+def wrong_module(flashinfer: Any) -> Iterator[str]:
     """The module that was imported, which can be another than the one pip knows of."""
     version = getattr(flashinfer, "__version__", "of no version")
     if _release(version) != VERSION:
@@ -195,9 +216,9 @@ def _wrong_module(flashinfer: Any) -> Iterator[str]:
         yield f"mm_mxfp8 of the installed FlashInfer cannot tell what it supports: {INSTALL}"
 
 
-def _no_compiler() -> Iterator[str]:
-    """FlashInfer compiles what flashinfer-jit-cache does not hold, at the first call."""
-    if installed("flashinfer-jit-cache") is not None:
+def _no_compiler(flashinfer: Any) -> Iterator[str]:
+    """FlashInfer compiles what neither flashinfer-jit-cache nor its own folder holds, at the first call."""
+    if installed("flashinfer-jit-cache") is not None or not not_compiled(flashinfer):
         return
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         yield (

@@ -122,12 +122,26 @@ def _packages() -> Iterator[Fact]:
     if found.python is None:
         return
     for name, version, without in (
-        ("flashinfer-cubin", found.cubin, "kernels are fetched from the network at the first call"),
-        ("flashinfer-jit-cache", found.jit_cache, "kernels are compiled at the first call, for minutes"),
+        ("flashinfer-cubin", found.cubin, None if _fetched() else "fetched from the network"),
+        ("flashinfer-jit-cache", found.jit_cache, None if _compiled() else "compiled, for minutes,"),
     ):
-        lacks = _of_other_version(version, name) if version is not None else f"not installed: {without}"
-        yield Fact(name, version, lacks)
+        missing = f"not installed: kernels are {without} at the first call" if without else None
+        yield Fact(name, version, missing if version is None else _of_other_version(version, name))
     yield Fact("nvidia-cutlass-dsl", package.installed("nvidia-cutlass-dsl"))
+
+
+def _fetched() -> bool:
+    """Whether the kernels of flashinfer-cubin are here without it."""
+    value, lacks = cubins()
+    return value is not None and lacks is None
+
+
+def _compiled() -> bool:
+    """Whether the kernels of flashinfer-jit-cache are here without it."""
+    try:
+        return not package.not_compiled(package.load())
+    except Exception:  # FlashInfer's import raises anything, and another fact says so
+        return False
 
 
 def _of_other_version(version: str | None, name: str) -> str | None:

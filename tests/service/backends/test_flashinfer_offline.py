@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from gemmwire_service.backends.flashinfer_offline import cubins, workspace
+from gemmwire_service.backends.flashinfer_offline import cubins, damaged, fetch, workspace
 
 GEMM = "7b1f/gemm-b738/"
 
@@ -75,3 +77,72 @@ def test_the_workspace_follows_its_variable(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HOME", "/someone")
     assert workspace({}) == Path("/someone/.cache/flashinfer")
     assert workspace({"FLASHINFER_WORKSPACE_BASE": "/w"}) == Path("/w/.cache/flashinfer")
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def pinned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """The files of a release by name, whose manifest the package pins."""
+    files = {"Gemm_a.cubin": b"a", "Gemm_b.cubin": b"bb", "include/Meta.h": b"ccc"}
+    manifest = "".join(f"{digest(content)} {name}\n" for name, content in files.items()).encode()
+    pins = type("CheckSumHash", (), {"TRTLLM_GEN_GEMM": digest(manifest)})
+    monkeypatch.setattr(sys.modules["flashinfer.artifacts"], "CheckSumHash", pins, raising=False)
+    return {"checksums.txt": manifest, **files}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    (folder / "include").mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def test_files_as_they_are_pinned_are_whole(folder: Path, pinned: dict[str, bytes]) -> None:
+    write(folder, pinned)
+    assert damaged() == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        pytest.param(lambda folder: (folder / "Gemm_b.cubin").unlink(), ["Gemm_b.cubin"], id="missing"),
+        pytest.param(
+            lambda folder: (folder / "Gemm_a.cubin").write_bytes(b"x"), ["Gemm_a.cubin"], id="other"
+        ),
+        pytest.param(
+            lambda folder: (folder / "checksums.txt").write_text(f"{digest(b'x')} Gemm_a.cubin\n"),
+            ["checksums.txt"],
+            id="a-manifest-that-fits-damaged-files",
+        ),
+        pytest.param(lambda folder: (folder / "checksums.txt").unlink(), ["checksums.txt"], id="no-manifest"),
+    ],
+)
+def test_a_file_that_is_another_is_named(
+    folder: Path, pinned: dict[str, bytes], spoil: Callable[[Path], object], named: list[str]
+) -> None:
+    """Guards: an image with half a download, or with kernels of another release, that counts as complete."""
+    write(folder, pinned)
+    spoil(folder)
+    assert damaged() == named
+
+
+def test_everything_in_the_manifest_is_fetched(
+    pinned: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: an image without the one kernel that a layer needs."""
+    asked: dict[str, str] = {}
+
+    def get_artifact(name: str, sha256: str) -> bytes:
+        asked[name] = sha256
+        return pinned[name.removeprefix(GEMM)]
+
+    loader = ModuleType("flashinfer.jit.cubin_loader")
+    loader.get_artifact = get_artifact  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.cubin_loader", loader)
+    assert fetch() == 3
+    assert asked == {GEMM + name: digest(content) for name, content in pinned.items()}
+    loader.get_artifact = lambda name, sha256: b""  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match=r"checksums\.txt cannot be fetched"):
+        fetch()

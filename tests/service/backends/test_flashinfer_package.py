@@ -131,6 +131,18 @@ def test_kernels_can_be_compiled_instead_of_installed(
     assert "finds no headers there: set CUDA_HOME" in str(reason()), "an nvcc that is a link, or a script"
 
 
+def test_kernels_can_lie_compiled_beside_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards: an image with every module baked in that answers by emulation, for want of a compiler."""
+    simulate(monkeypatch, packages={"flashinfer-python": "0.7.4"})
+    monkeypatch.setattr(flashinfer_sim, "__path__", [str(tmp_path)], raising=False)
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    for name in package.MODULES:
+        assert "FLASHINFER_DISABLE_JIT forbids compiling" in str(reason()), f"{name} is still missing"
+        (tmp_path / "data" / "aot" / name).mkdir(parents=True)
+        (tmp_path / "data" / "aot" / name / f"{name}.so").touch()
+    assert reason() is None
+
+
 def test_cubins_can_be_fetched_instead_of_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: a first request that fails because it is not allowed to download."""
     without = {name: version for name, version in PACKAGES.items() if name != "flashinfer-cubin"}

@@ -1,8 +1,7 @@
-"""Linear layers of a PyTorch model on a server. Needs torch: `pip install "gemmwire[torch]"`.
+"""One call as an opaque operator: a model that holds it compiles with `torch.compile(fullgraph=True)`.
 
-`torch.ops.gemmwire.remote_linear` is one call as an opaque operator, so that a model which holds it compiles
-with `torch.compile(fullgraph=True)`. An operator takes tensors, numbers and text, hence names its client by
-the URL: one is made for each URL and process, unless `use` has given one.
+An operator takes tensors, numbers and text, hence names its client by the URL: one is made for each URL and
+process, unless `use` has given one.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .client import Client
-from .errors import WireError
-
-__all__ = ["client_for", "remote_linear", "use"]
+from gemmwire.client import Client
+from gemmwire.errors import WireError
 
 _clients: dict[str, Client] = {}
 _lock = Lock()
