@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from safetensors.torch import save, save_file
 
 from gemmwire_service.traffic import BOUNDS, Finished, Histogram, Traffic
-from http_calls import call, infer, json_message, message
+from http_calls import HEADER_LENGTH, call, infer, json_message, message
 from oracle import spread
 from scraped import Scrape, change
 from serving import Served, hold, serving, settings, until
