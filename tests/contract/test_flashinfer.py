@@ -142,7 +142,7 @@ def test_the_real_package_answers_the_machine_question(
     from gemmwire_service.backends import cuda_device
 
     monkeypatch.setattr(cuda_device, "capability", lambda device: capability)
-    monkeypatch.setattr(package, "_no_compiler", lambda: iter(()))
+    monkeypatch.setattr(package, "_no_compiler", lambda flashinfer: iter(()))
     cpu = torch.device("cpu")
     on_sm100 = capability[0] == 10
     for name in (*GEMM_BACKENDS, "flashinfer_batch_invariant"):

@@ -47,9 +47,8 @@ def test_it_calls_its_modules_what_they_are_put_as(name: str) -> None:
         return
     spec = make()
     assert spec.name == name
-    flags = " ".join(spec.extra_cuda_cflags)
-    assert "code=sm_100a" in flags
-    assert "code=sm_103a" in flags
+    targets = {flag.rpartition("=")[2] for flag in spec.extra_cuda_cflags if flag.startswith("-gencode=")}
+    assert targets in ({"sm_100a", "sm_103a"}, set())  # none: whatever is asked for
 
 
 def test_a_module_that_is_there_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
