@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 
+from gemmwire.cli.command import parser as client_parser
 from gemmwire_service.doctor.command import parser
 from gemmwire_service.errors import SettingsError
 from gemmwire_service.quantize import command as quantize
@@ -88,6 +89,10 @@ def check_serve(words: list[str], variables: dict[str, str]) -> None:
     settings.random_layers()
 
 
+def check_client(words: list[str], variables: dict[str, str]) -> None:
+    client_parser().parse_args(words)
+
+
 def check_dev(words: list[str], variables: dict[str, str]) -> None:
     if words[0] == "serve":
         check_serve(words[1:], variables)
@@ -121,6 +126,7 @@ def unchecked(words: list[str], variables: dict[str, str]) -> None:
 
 CHECKS: dict[str, Check] = {
     "gemmwire-serve": check_serve,
+    "gemmwire": check_client,
     "./dev": check_dev,
     "make": check_make,
     "pip": check_pip,
@@ -203,6 +209,7 @@ def test_the_readme_shows_both_ends() -> None:
     "line",
     [
         pytest.param("gemmwire-serve --prt 9000", id="unknown-flag"),
+        pytest.param("gemmwire infer http://h m.l", id="no-input"),
         pytest.param("GEMMWIRE_PORT=nine ./dev serve", id="bad-variable"),
         pytest.param("gemmwire-serve --random-layer try=4096", id="bad-value"),
         pytest.param("gemmwire-serve check --jsn", id="unknown-flag-of-check"),

@@ -5,7 +5,6 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +12,15 @@ from typing import Any
 from .arrays import Framework, framework_of
 from .errors import InputError, InvalidArgument
 from .messages import Buffer
+from .safetensors import DTYPES, header
 
 BLOCK = 32  # codes under one scale
 WEIGHT, SCALE, BIAS = "weight", "weight_scale", "bias"
 
-_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_FLOATS = {name: dtype for dtype, name in DTYPES.items()}
 _CODES = {"float8_e4m3fn": "F8_E4M3", "uint8": "F8_E4M3"}
 _SCALES = {"float8_e8m0fnu": "U8", "uint8": "U8"}  # as checkpoints store them; not all readers know F8_E8M0
 _ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2}
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,17 +117,9 @@ class Weights:
         """The header and each tensor as buffers of their own, never joined. Errors: `InputError`."""
         # The widest first, so that each lies on a multiple of its elements' size.
         ordered = sorted(self.parts, key=lambda part: -_ITEMSIZE.get(part.dtype, 1))
-        header: dict[str, Any] = {}
-        tensors: list[Buffer] = []
-        end = 0
-        for part in ordered:
-            tensors.append(part.framework.memory(part.array, part.name))
-            begin, end = end, end + memoryview(tensors[-1]).nbytes
-            header[part.name] = {
-                "dtype": part.dtype,
-                "shape": list(part.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        return [len(text).to_bytes(8, "little") + text, *tensors]
+        tensors = [part.framework.memory(part.array, part.name) for part in ordered]
+        entries = [
+            (part.name, part.dtype, part.shape, memoryview(tensor).nbytes)
+            for part, tensor in zip(ordered, tensors, strict=True)
+        ]
+        return [header(entries), *tensors]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from certificates import made_for
 from either_transport import Make
 from gemmwire import Client, InvalidArgument
 from gemmwire.errors import ConnectionFailed
@@ -22,18 +21,6 @@ from scripted_server import Script, Served, Session, answer, replying, serve
 
 def post(*body: bytes) -> Request:
     return Request("POST", "/infer", {"host": "test"}, body)
-
-
-def made_for(names: str, folder: Path) -> Path:
-    """A certificate that vouches for itself, with its key in the same file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not here to make a certificate with")
-    key, certificate, both = (folder / name for name in ("key", "crt", "pem"))
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
-    command += ["-addext", f"subjectAltName={names}", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    both.write_bytes(key.read_bytes() + certificate.read_bytes())
-    return both
 
 
 @pytest.fixture(scope="module")
