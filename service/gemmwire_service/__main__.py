@@ -32,11 +32,19 @@ def _quantize() -> Command:
     return quantize
 
 
+def _key() -> Command:
+    """Exit status: 0 where a key was drawn, and written down if that was asked."""
+    from .new_key import main as key
+
+    return key
+
+
 # Each is imported when it is called: an installation without the server's packages can still check.
 COMMANDS: dict[str, Callable[[], Command]] = {
     "serve": _serve,
     "check": _check,
     "quantize": _quantize,
+    "key": _key,
 }
 DEFAULT = "serve"
 

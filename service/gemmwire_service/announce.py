@@ -14,13 +14,14 @@ from .layer import Layer
 _SHOWN = 40
 
 
-def announce(engine: Engine, url: str, seconds: float) -> None:
+def announce(engine: Engine, url: str, seconds: float, by_key: bool = False) -> None:
+    """`by_key`: clients have to show one."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a layer's name may have letters that it lacks
-    print("\n".join(lines(list(engine.layers.values()), url, seconds)), flush=True)
+    print("\n".join(lines(list(engine.layers.values()), url, seconds, by_key)), flush=True)
 
 
-def lines(layers: list[Layer], url: str, seconds: float) -> list[str]:
+def lines(layers: list[Layer], url: str, seconds: float, by_key: bool = False) -> list[str]:
     """The announcement; every layer named here has answered one forward."""
     if not layers:
         return [f"gemmwire {__version__}: no layers yet", f"ready on {url}, to load models ({url}/docs)"]
@@ -38,15 +39,16 @@ def lines(layers: list[Layer], url: str, seconds: float) -> list[str]:
         head,
         *rows,
         f"ready on {url} after {seconds:.1f} s ({url}/docs). In another terminal:",
-        "  " + example(layers[0], url),
+        "  " + example(layers[0], url, by_key),
     ]
 
 
-def example(layer: Layer, url: str) -> str:
-    """A command that asks this server for one answer."""
+def example(layer: Layer, url: str, by_key: bool = False) -> str:
+    """A command that asks this server for one answer, and the user for the key."""
+    client = f"gemmwire.Client({url!r}{', api_key=getpass.getpass()' if by_key else ''})"
     code = (
-        f"import gemmwire, numpy as np; "
-        f"print(gemmwire.Client({url!r}).infer({layer.name!r}, np.ones((1, {layer.spec.k}), 'float32')))"
+        f"import {'getpass, ' if by_key else ''}gemmwire, numpy as np; "
+        f"print({client}.infer({layer.name!r}, np.ones((1, {layer.spec.k}), 'float32')))"
     )
     return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 from gemmwire.wire import WireError
 
 from . import __version__
+from .access import Access
 from .control import control_routes
-from .endpoint import InferEndpoint
+from .endpoint import InferEndpoint, send_reply
 from .engine import Engine
-from .errors import EngineError
+from .errors import AccessRefused, EngineError
 from .infer import Infer, Limits, error_reply
 from .loading import make_engine
 from .metrics import metrics_routes
@@ -44,12 +46,19 @@ class Service(FastAPI):
 
     Those cost as much as the rest of the request's Python together. The route is there as well, and taken
     where somebody added a middleware, which must not be passed by, or mounted the app under a prefix.
+    Whatever the route, who may call it is decided first.
     """
 
+    access: Access
     infer: Infer
     endpoint: InferEndpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            refusal = self.access.refuse(scope["method"], path, scope["query_string"], scope["headers"])
+            if refusal is not None:
+                return await self._turn_away(refusal, scope, send)
         if scope["type"] == "http" and scope["method"] == "POST" and not self.user_middleware:
             match = _INFER.fullmatch(scope["path"])
             if match is not None and not scope.get("root_path"):
@@ -57,12 +66,23 @@ class Service(FastAPI):
                 return await self.endpoint(scope, receive, send)
         return await super().__call__(scope, receive, send)
 
+    async def _turn_away(self, refusal: AccessRefused, scope: Scope, send: Send) -> None:
+        headers = dict(scope["headers"])
+        reply = error_reply(refusal, headers)
+        if _INFER.fullmatch(scope["path"]):
+            now = time.monotonic_ns()
+            self.infer.traffic.finished(None, reply.status, reply.reason, headers, now, None)
+        else:
+            self.infer.traffic.reject(reply.reason)
+        await send_reply(send, reply, headers)
+
 
 def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = None) -> Service:
     """The service as an ASGI app. Its lifespan starts loading and returns: /v2/health/live answers at once.
 
     `on_loaded` hears, on the event loop, that loading has ended, well or not (`engine.failure`).
     """
+    access = Access(settings.key_file)
     root = ModelRoot.of(settings.model_root) if settings.model_root else None
     engine, loader, device, ladder = make_engine(settings, on_loaded)
     openers = openers_of(settings, device)
@@ -82,6 +102,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         lifespan=lifespan,
     )
     app.state.engine = engine
+    app.access = access
     app.infer = Infer(engine, Limits(settings.max_body_bytes, settings.max_json_bytes), regions)
     app.endpoint = InferEndpoint(app.infer)
     for path in INFER_PATHS:
@@ -159,7 +180,7 @@ def _infer_operation(path: str) -> dict[str, Any]:
         return {"application/json": {"schema": reference}}
 
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    problems = dict.fromkeys(("400", "404", "413", "415", "500", "503", "504"), "Problem")
+    problems = dict.fromkeys(("400", "401", "403", "404", "413", "415", "500", "503", "504"), "Problem")
     return {
         "summary": "y = x @ W.T + b",
         "description": "JSON, or the binary tensor data extension (Inference-Header-Content-Length).",

@@ -182,8 +182,10 @@ class Connection(asyncio.BufferedProtocol):
         return self._uvicorn.data_received(bytes(data))
 
     def _admit(self, head: Head) -> Layer | None:
-        """The layer, if the body is to be read; where it is not, the ASGI endpoint says why."""
+        """The layer, if the body is to be read; where it is not, the ASGI app says why."""
         if head.length > self._lane.infer.limits.body_bytes or self._transport.is_closing():
+            return None
+        if not self._lane.access.takes_infer(head.headers):
             return None
         try:
             return self._lane.infer.layer(head.layer, head.version)

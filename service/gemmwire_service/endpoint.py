@@ -62,7 +62,7 @@ class InferEndpoint:
             visit.layer, reply.status, reply.reason, headers, visit.began, visit.item
         )
         del visit  # it holds x, and the client may be slow to read y
-        await _send(send, reply, headers)
+        await send_reply(send, reply, headers)
 
     async def _answer(self, path: dict[str, str], headers: Headers, receive: Receive, visit: _Visit) -> Reply:
         layer = visit.layer = self._infer.layer(path["layer"], path.get("version"))
@@ -142,7 +142,7 @@ class _Waiting:
             self.answer.set_exception(ClientLeft())
 
 
-async def _send(send: Send, reply: Reply, headers: Headers) -> None:
+async def send_reply(send: Send, reply: Reply, headers: Headers) -> None:
     size = wire.buffers_size(reply.buffers)
     fields = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
     fields.append((b"content-length", b"%d" % size))

@@ -15,7 +15,11 @@
         ├── ModelRefused   400  a model that cannot be loaded; what was there is served as before
         ├── ModelUnknown   404  no such model in the model root, or none that is served
         ├── VersionConflict 409 the layer is not in the version that the caller takes it to be
-        └── DeviceLost     503  the device can compute nothing more, and the server ends
+        ├── DeviceLost     503  the device can compute nothing more, and the server ends
+        └── AccessRefused  see access: from the head alone
+            ├── KeyRefused   401  KeyMissing, KeyMalformed or KeyUnknown
+            ├── ScopeMissing 403  the key is for other routes
+            └── CrossSite    403  a web page of another site asks, and there are no keys
 
 Every message says what was given, what is needed and the way out.
 """
@@ -106,3 +110,39 @@ class VersionConflict(EngineError):
 class DeviceLost(EngineError):
     code = "device_lost"
     status = 503
+
+
+class AccessRefused(EngineError):
+    code = "forbidden"
+    status = 403
+
+
+class KeyRefused(AccessRefused):
+    """`challenge` says how a key is shown; with `browsable`, in a way that browsers know too."""
+
+    status = 401
+
+    def __init__(self, message: str, browsable: bool) -> None:
+        super().__init__(message)
+        basic = ', Basic realm="gemmwire", charset="UTF-8"' if browsable else ""
+        self.challenge = f'Bearer realm="gemmwire"{basic}'
+
+
+class KeyMissing(KeyRefused):
+    code = "key_missing"
+
+
+class KeyMalformed(KeyRefused):
+    code = "key_malformed"
+
+
+class KeyUnknown(KeyRefused):
+    code = "key_unknown"
+
+
+class ScopeMissing(AccessRefused):
+    code = "scope_missing"
+
+
+class CrossSite(AccessRefused):
+    code = "cross_site"

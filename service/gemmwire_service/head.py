@@ -16,8 +16,8 @@ END = b"\r\n\r\n"
 
 _PATH = re.compile(rb"/v2/models/([A-Za-z0-9._~-]+)(?:/versions/([A-Za-z0-9._~-]+))?/infer")
 _REMEMBERED = 1024  # bytes: a head as clients of tensors have it
-# Each asks for something that uvicorn and the ASGI endpoint do.
-_NOT_PLAIN = (b"transfer-encoding", b"expect", b"content-encoding")
+# Each asks for something that uvicorn and the ASGI app do; a browser sends origin, and `access` looks at it.
+_NOT_PLAIN = (b"transfer-encoding", b"expect", b"content-encoding", b"origin")
 
 
 @dataclass(frozen=True)

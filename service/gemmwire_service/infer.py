@@ -19,7 +19,7 @@ from .backends.base import LayerSpec
 from .backlog import Answer, Item
 from .call import Call, read_call, refuse_large_answer
 from .engine import Engine
-from .errors import EngineError
+from .errors import EngineError, KeyRefused
 from .inputs import INPUT
 from .layer import Layer
 from .outputs import DATATYPES
@@ -225,6 +225,8 @@ def error_reply(error: Exception, headers: Headers) -> Reply:
     reply = {"content-type": "application/json"}
     if status == 503:
         reply["retry-after"] = "1"
+    if isinstance(error, KeyRefused):
+        reply["www-authenticate"] = error.challenge
     return Reply(status, reply, [json.dumps(document, default=str).encode()], code)
 
 

@@ -9,6 +9,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from gemmwire import wire
 
+from .access import Access
 from .infer import Infer
 
 log = logging.getLogger("gemmwire.http")
@@ -19,8 +20,9 @@ _READ = 256 << 10  # bytes of one read while no body is expected
 class Lane:
     """The steps of infer, the buffer for reading, and what is to be sent."""
 
-    def __init__(self, infer: Infer) -> None:
+    def __init__(self, infer: Infer, access: Access) -> None:
         self.infer = infer
+        self.access = access
         self.begun = 0  # requests whose head has come and whose answer has not left
         self.alone = False  # the last two requests came from one connection: nobody else's is to be expected
         self._last: object = None

@@ -45,10 +45,10 @@ def is_loopback(listener: socket.socket) -> bool:
     return address.is_loopback
 
 
-def url(listener: socket.socket, host: str) -> str:
+def url(listener: socket.socket, host: str, scheme: str = "http") -> str:
     """Where a client on this machine reaches the listener."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
 
 
 @contextmanager

@@ -10,12 +10,15 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from .errors import ServiceError
+from .errors import ServiceError, SettingsError
 from .listener import bind, is_loopback, unix_listener, url
 from .settings import Settings
+from .tls import Certificate, certificate_of
 
 if TYPE_CHECKING:
     import uvicorn
+
+    from .access import Access
 
 
 log = logging.getLogger("gemmwire")
@@ -27,22 +30,38 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    certificate = certificate_of(settings.tls_cert, settings.tls_key)
     with ExitStack() as stack:
         listeners = [bind(settings.host, settings.port)]
+        if not is_loopback(listeners[0]):
+            _refuse_open(settings)
         if settings.uds:
             listeners.append(stack.enter_context(unix_listener(settings.uds)))
-        return _run(settings, listeners, began)
+        return _run(settings, listeners, certificate, began)
 
 
-def _run(settings: Settings, listeners: list[socket.socket], began: float) -> int:
-    listener = listeners[0]
-    where = url(listener, settings.host)
-    if not is_loopback(listener):
-        log.warning(
-            "%s:%d is open to everybody who can reach this machine: there is no access control yet; "
-            "put a proxy with one in front, or bind 127.0.0.1",
-            *listener.getsockname()[:2],
+def _refuse_open(settings: Settings) -> None:
+    """Errors: SettingsError where others than this machine could come, without keys and nobody wanting it."""
+    where = f"{settings.host}:{settings.port}"
+    if settings.key_file:
+        if not settings.tls_cert:
+            log.warning("keys and tensors go to %s unencrypted: set --tls-cert, or put TLS in front", where)
+    elif settings.insecure:
+        log.warning("%s is open to everybody who can reach this machine, as --insecure allows", where)
+    else:
+        raise SettingsError(
+            f"{where} can be reached by other machines, and there are no keys to let them in by: set "
+            "--key-file (gemmwire-serve key makes a key), or bind 127.0.0.1, or say --insecure where "
+            "something else, as a firewall or a proxy, decides who gets here",
+            expected="--key-file, a loopback address or --insecure",
+            got=settings.host,
         )
+
+
+def _run(
+    settings: Settings, listeners: list[socket.socket], certificate: Certificate | None, began: float
+) -> int:
+    where = url(listeners[0], settings.host, "https" if certificate else "http")
     # Imported here so that a wrong flag or a taken port is answered at once: torch takes a second.
     from .announce import announce
     from .app import create_app
@@ -53,13 +72,24 @@ def _run(settings: Settings, listeners: list[socket.socket], began: float) -> in
         if engine.failure is not None:
             server.should_exit = True
         elif not server.should_exit:
-            announce(engine, where, time.monotonic() - began)
+            announce(engine, where, time.monotonic() - began, app.access.by_key)
 
     app = create_app(settings, on_loaded)
     server = make_server(app, settings)
     _stop_on_signals(server)
+    if app.access.by_key or certificate:
+        _reload_on_hangup(server, app.access, certificate)
     server.run(sockets=listeners)
     return _status(app.state.engine.failure)
+
+
+def _reload_on_hangup(server: uvicorn.Server, access: Access, certificate: Certificate | None) -> None:
+    def reload(number: int, frame: object) -> None:
+        access.reload()
+        if certificate is not None and server.config.ssl is not None:
+            certificate.reload(server.config.ssl)
+
+    signal.signal(signal.SIGHUP, reload)
 
 
 def _stop_on_signals(server: uvicorn.Server) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -20,10 +22,29 @@ KEEP_ALIVE_S = 75
 GRACE_S = 10  # for requests under way when the server is told to stop; a half-sent one would hold it for ever
 
 
+class Server(uvicorn.Server):
+    """TLS is for the port: a Unix socket is reached from this machine alone, where clients speak none."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        given = sockets or []
+        local = [each for each in given if each.family == getattr(socket, "AF_UNIX", None)]
+        await super().startup([each for each in given if each not in local])
+        self.servers += [await self._listen(each) for each in local]
+
+    async def _listen(self, unix: socket.socket) -> asyncio.Server:
+        protocol = partial(
+            cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        return await asyncio.get_running_loop().create_unix_server(protocol, sock=unix, backlog=BACKLOG)
+
+
 def make_server(app: Service, settings: Settings) -> uvicorn.Server:
     """Infer is taken from the socket, unless a setting or a middleware, which must see it, forbids."""
-    lane = Lane(app.infer) if settings.fast_path and not app.user_middleware else None
-    server = uvicorn.Server(
+    lane = Lane(app.infer, app.access) if settings.fast_path and not app.user_middleware else None
+    server = Server(
         uvicorn.Config(
             app,
             http=_protocol(lane),
@@ -36,6 +57,8 @@ def make_server(app: Service, settings: Settings) -> uvicorn.Server:
             proxy_headers=False,  # nothing here asks who the client is
             timeout_keep_alive=KEEP_ALIVE_S,
             backlog=BACKLOG,
+            ssl_certfile=settings.tls_cert or None,
+            ssl_keyfile=settings.tls_key or None,
         )
     )
     app.state.lane = lane

@@ -77,6 +77,18 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 takes a free one")
     uds: str = Field("", description="path of a Unix socket to listen on, beside the port")
+    key_file: str = Field(
+        "",
+        description="file of hashed API keys, as gemmwire-serve key writes it; every request needs one then; "
+        "read again at SIGHUP",
+    )
+    insecure: bool = Field(
+        False, description="listen on an address that others can reach without keys of its own"
+    )
+    tls_cert: str = Field(
+        "", description="certificate and chain in PEM: the port speaks https; read again at SIGHUP"
+    )
+    tls_key: str = Field("", description="private key of the certificate, where that is a file of its own")
     shm_prefix: str = Field(
         "",
         description="take tensors in shared memory, in objects whose names begin so and that clients running "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
@@ -10,50 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from process import COMMAND, environment, fails, process
+
 pytestmark = pytest.mark.e2e
-
-COMMAND = [sys.executable, "-m", "gemmwire_service"]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GEMMWIRE_")}
-    return kept | {"PYTHONUNBUFFERED": "1"} | variables
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """gemmwire-serve on a free port, from the moment it says ready -> (process, lines it printed)."""
-    with subprocess.Popen(
-        [*COMMAND, "--port", "0", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as running:
-        assert running.stdout is not None
-        printed: list[str] = []
-        try:
-            for line in running.stdout:
-                printed.append(line.rstrip("\n"))
-                if " -c " in line:
-                    break
-            yield running, printed
-        finally:
-            if running.poll() is None:
-                running.kill()
-
-
-def fails(*arguments: str, **variables: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, env=environment(**variables), timeout=60
-    )
-    return done.returncode, done.stderr
 
 
 def test_with_no_option_it_serves_a_real_model_and_the_printed_line_works() -> None:
@@ -168,13 +130,6 @@ def test_a_signal_while_it_loads_ends_it_without_a_traceback(tmp_path: Path) -> 
         _, said = running.communicate(timeout=60)
     assert "Traceback" not in said
     assert running.returncode in (0, -signal.SIGTERM), said
-
-
-def test_an_address_open_to_others_is_warned_about() -> None:
-    with process("--random-layer", "r=8x64", "--host", "0.0.0.0") as (running, _):
-        running.send_signal(signal.SIGTERM)
-        assert running.stderr is not None
-        assert "access control" in running.stderr.read()
 
 
 def test_it_answers_on_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
