@@ -1,8 +1,9 @@
 """Ask the service in this container whether it is ready: `python -m gemmwire_service.healthcheck [--live]`.
 
 The exit status is 0 if it is and 1 if it is not, for a reason that standard error gives; a HEALTHCHECK knows
-these two. Where the service listens is taken from GEMMWIRE_UDS, or else from GEMMWIRE_HOST and GEMMWIRE_PORT:
-in a container these are to be set as variables, since the flags of another process cannot be seen.
+these two. Where the service listens is taken from GEMMWIRE_UDS, or else from GEMMWIRE_HOST and GEMMWIRE_PORT,
+and from GEMMWIRE_TLS_CERT whether it speaks https: in a container these are to be set as variables, since the
+flags of another process cannot be seen.
 Standard library alone: it is started every few seconds, and torch takes a second to import.
 """
 
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
 READY = "/v2/health/ready"
 LIVE = "/v2/health/live"
@@ -48,7 +50,17 @@ def connection(environ: Mapping[str, str], timeout: float = SECONDS) -> HTTPConn
     text = environ.get("GEMMWIRE_PORT", str(PORT))
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise Unhealthy(f"GEMMWIRE_PORT is {text!r}; a fixed port, 1 to 65535, is needed to ask there")
+    if environ.get("GEMMWIRE_TLS_CERT"):
+        return HTTPSConnection(ANY.get(host, host), int(text), timeout=timeout, context=_unverified())
     return HTTPConnection(ANY.get(host, host), int(text), timeout=timeout)
+
+
+def _unverified() -> ssl.SSLContext:
+    """Nobody is between a container and itself, and its certificate is for the name that others use."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def check(path: str, environ: Mapping[str, str], timeout: float = SECONDS) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from .errors import OutputError
 from .keys import INFER, SCOPES, key_of, make_key, parse_keys
 
-_MODE = 0o640  # the service may run as another user of the group
+_MODE = 0o644  # the service may run as another user, as in a container; hashes are no secret
 
 
 def main(arguments: Sequence[str]) -> int:

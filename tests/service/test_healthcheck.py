@@ -10,11 +10,12 @@ from threading import Thread
 
 import pytest
 
+from certificates import made_for
 from gemmwire_service import healthcheck
 from gemmwire_service.healthcheck import Unhealthy, check, connection, main
 from gemmwire_service.listener import bind, unix_listener, url
 from gemmwire_service.settings import Settings
-from serving import Served
+from serving import Served, serving, settings
 
 READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 LOADING = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
@@ -63,6 +64,15 @@ def test_it_asks_at_the_unix_socket(tmp_path: Path) -> None:
     with unix_listener(path) as listener, answering(listener, READY) as heard:
         check(healthcheck.READY, {"GEMMWIRE_UDS": path, "GEMMWIRE_PORT": "9"})
     assert heard
+
+
+def test_it_speaks_tls_where_the_service_does(tmp_path: Path) -> None:
+    """Guards: a container that is never healthy because its certificate is for another name."""
+    path = made_for("DNS:gemm.test", tmp_path)
+    with serving(settings(random_layer=("r=8x32",), tls_cert=str(path))) as served:
+        check(healthcheck.READY, {"GEMMWIRE_PORT": str(served.port), "GEMMWIRE_TLS_CERT": str(path)})
+        with pytest.raises(Unhealthy):
+            check(healthcheck.READY, {"GEMMWIRE_PORT": str(served.port)})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost", "::1", "::"])

@@ -103,7 +103,7 @@ def test_the_command_writes_the_hash_and_prints_the_key(
         ("root", {INFER, ADMIN}),
     ]
     assert reader not in path.read_text()
-    assert path.stat().st_mode & 0o007 == 0
+    assert path.stat().st_mode & 0o022 == 0
     assert list(tmp_path.iterdir()) == [path]
 
 
