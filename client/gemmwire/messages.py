@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Buffer = bytes | bytearray | memoryview
 Parameters = Mapping[str, bool | int | float | str]
@@ -36,8 +37,7 @@ class Limits:
     tensors: int = 16
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """Where in a shared-memory region a tensor lies: `nbytes` bytes from `offset`."""
 
     region: str

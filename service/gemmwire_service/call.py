@@ -21,7 +21,7 @@ class Call(NamedTuple):
     """x [rows, K] in, y [rows, N] out as `datatype`, within `timeout_us` of its arrival.
 
     `columns`: the outputs that the answer has, where it is not y alone; `binary`: all of it travels as bytes.
-    `targets`: the regions of shared memory that those which have a place there go to.
+    `targets`: those of them that go to shared memory, and the regions there.
     `in_place`: the bytes behind the JSON part, if there are any, are those of x as they stand.
     """
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     id: str
     columns: tuple[Columns, ...] = ()
     in_place: bool = True
-    targets: tuple[Region | None, ...] = ()
+    targets: tuple[tuple[Columns, Shared, Region], ...] = ()
 
     def deadline(self) -> int | None:
         """Monotonic ns, if it arrived now."""
@@ -47,12 +47,10 @@ class Call(NamedTuple):
     def shape(self, n: int) -> tuple[int, ...]:
         return (*self.x.shape[:-1], n)
 
-    def place(self, each: Columns) -> Shared | None:
-        """What these columns take of the shared memory that is meant for them."""
-        if each.shared is None:
-            return None
-        nbytes = self.rows * (each.stop - each.start) * ITEMSIZE[self.datatype]
-        return Shared(each.shared.region, each.shared.offset, nbytes)
+    @property
+    def has_place(self) -> bool:
+        """Whether the answer is y alone, or all of it goes to shared memory."""
+        return len(self.targets) == len(self.columns)
 
     def width(self, n: int) -> int:
         """Numbers of the answer for each row."""

@@ -11,7 +11,7 @@ from gemmwire.wire import Buffer, InferResponse, Tensor
 from .backends.base import LayerSpec
 from .backlog import Answer
 from .call import Call
-from .outputs import OUTPUT, cut
+from .outputs import OUTPUT, Columns, cut
 
 _TIMES = '"queue_us":{},"device_us":{}'
 _LONGEST_ID = 128  # of a request whose answer's text is remembered
@@ -21,22 +21,17 @@ def encode(
     call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None
 ) -> tuple[dict[str, str], list[Buffer]]:
     """-> (headers, buffers). `answer` None is the answer of no rows, which no device made."""
+    if answer is not None and call.binary and len(call.id) <= _LONGEST_ID and call.has_place:
+        made_by = answer.version, answer.backend, answer.bucket
+        shape = call.x.shape[:-1]
+        text = _text(spec.name, *made_by, call.id, call.datatype, shape, spec.n, call.columns)
+        return text.around(answer)
     if call.columns:
         return _several(call, spec, version, backend, answer)
     if answer is None:
         parameters: wire.Parameters = {"backend": backend}
         message = InferResponse(spec.name, str(version), (_y(call, spec.n, b""),), call.id, parameters)
         return wire.encode_response(message, [call.binary])
-    if call.binary and len(call.id) <= _LONGEST_ID:
-        return _text(
-            spec.name,
-            answer.version,
-            call.id,
-            answer.backend,
-            answer.bucket,
-            call.datatype,
-            call.shape(spec.n),
-        ).around(answer)
     message = InferResponse(
         spec.name, str(answer.version), (_y(call, spec.n, answer.data),), call.id, _parameters(answer)
     )
@@ -54,7 +49,7 @@ def _several(
             call.datatype,
             call.shape(each.stop - each.start),
             b"" if each.shared is not None else cut(data, call.rows, spec.n, each),
-            call.place(each),
+            each.shared,
         )
         for each in call.columns
     )
@@ -69,22 +64,38 @@ class _Text(NamedTuple):
 
     before: str
     after: str
+    body: bool  # y is behind it, and not in shared memory
 
     def around(self, answer: Answer) -> tuple[dict[str, str], list[Buffer]]:
         times = _TIMES.format(answer.queue_us, answer.device_us)
-        return wire.binary_message((self.before + times + self.after).encode(), [answer.data])
+        text = (self.before + times + self.after).encode()
+        if self.body:
+            return wire.binary_message(text, [answer.data])
+        return {"content-type": "application/json"}, [text]
 
 
 @lru_cache(maxsize=256)
 def _text(
-    name: str, version: int, id: str, backend: str, bucket: int, datatype: str, shape: tuple[int, ...]
+    name: str,
+    version: int,
+    backend: str,
+    bucket: int,
+    id: str,
+    datatype: str,
+    shape: tuple[int, ...],
+    n: int,
+    columns: tuple[Columns, ...],
 ) -> _Text:
-    """As the encoder writes it, with a place for the times."""
-    y = Tensor(OUTPUT, datatype, shape, b"")
+    """As the encoder writes it, with a place for the times. `shape` is that of y [*shape, n]."""
+    outputs = tuple(
+        Tensor(each.name, datatype, (*shape, each.stop - each.start), b"", each.shared)
+        for each in columns or (Columns(OUTPUT, 0, n, True),)
+    )
     parameters: wire.Parameters = {"backend": backend, "bucket": bucket, "queue_us": 0, "device_us": 0}
-    _, buffers = wire.encode_response(InferResponse(name, str(version), (y,), id, parameters), [True])
+    message = InferResponse(name, str(version), outputs, id, parameters)
+    _, buffers = wire.encode_response(message, [True] * len(outputs))
     before, _, after = bytes(buffers[0]).decode().rstrip().rpartition(_TIMES.format(0, 0))
-    return _Text(before, after)
+    return _Text(before, after, not columns)
 
 
 def _parameters(answer: Answer) -> wire.Parameters:

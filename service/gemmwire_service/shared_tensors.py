@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from gemmwire.wire import InferRequest, Shared, Tensor, WireError
+from gemmwire.wire import ITEMSIZE, InferRequest, Shared, Tensor, WireError
 
 from .backlog import Answer
 from .call import Call
-from .outputs import cut
+from .outputs import Columns, cut
 from .shm import Region, Regions
 
 
@@ -60,26 +60,31 @@ def hold(call: Call, regions: Regions) -> Call:
 
     Errors: WireError `region_unknown`, `region_range`, before anything is computed.
     """
-    targets: list[Region | None] = []
+    columns, targets = [], []
     for each in call.columns:
-        taken = call.place(each)
-        if each.shared is None or taken is None:
-            targets.append(None)
-            continue
-        where = f"Output {each.name[:80]!r}"
-        if each.shared.nbytes < taken.nbytes:
-            raise WireError(
-                "region_range",
-                f"{where} has {taken.nbytes} bytes, but shared_memory_byte_size is {each.shared.nbytes}",
-                expected=f">= {taken.nbytes}",
-                got=each.shared.nbytes,
-            )
-        targets.append(regions.find(each.shared, where))
-    return call._replace(targets=tuple(targets))
+        if each.shared is not None:
+            region = regions.find(each.shared, f"Output {each.name[:80]!r}")
+            place = _taken(each, each.shared, call)
+            each = each._replace(shared=place)
+            targets.append((each, place, region))
+        columns.append(each)
+    return call._replace(columns=tuple(columns), targets=tuple(targets))
+
+
+def _taken(each: Columns, place: Shared, call: Call) -> Shared:
+    """What an output takes of the place that it is given."""
+    needed = call.rows * (each.stop - each.start) * ITEMSIZE[call.datatype]
+    if place.nbytes < needed:
+        raise WireError(
+            "region_range",
+            f"Output {each.name[:80]!r} has {needed} bytes, but shared_memory_byte_size is {place.nbytes}",
+            expected=f">= {needed}",
+            got=place.nbytes,
+        )
+    return place._replace(nbytes=needed)
 
 
 def deliver(call: Call, n: int, answer: Answer) -> None:
     """Write the outputs that are wanted in shared memory. Errors: WireError `region_gone`."""
-    for each, target in zip(call.columns, call.targets, strict=True):
-        if each.shared is not None and target is not None:
-            target.write(cut(answer.data, call.rows, n, each), each.shared.offset)
+    for each, place, region in call.targets:
+        region.write(cut(answer.data, call.rows, n, each), place.offset)

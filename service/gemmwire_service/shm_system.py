@@ -49,7 +49,7 @@ class SystemMemory:
             at += count
 
     def write(self, data: Buffer, offset: int) -> None:
-        view = memoryview(data).cast("B")
+        view = data if isinstance(data, bytes) else memoryview(data).cast("B")
         # A write beyond the end would make the object larger again.
         self._refuse_shrunk(offset + len(view), os.fstat(self._file).st_size)
         at = 0

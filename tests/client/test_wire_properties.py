@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -31,7 +30,7 @@ def tensors(draw: st.DrawFn, names: st.SearchStrategy[str], datatypes: st.Search
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=4)))
     size = prod(shape) * wire.ITEMSIZE[datatype]
     if draw(st.booleans()):
-        return Tensor(draw(names), datatype, shape, b"", replace(draw(PLACES), nbytes=size))
+        return Tensor(draw(names), datatype, shape, b"", draw(PLACES)._replace(nbytes=size))
     return Tensor(draw(names), datatype, shape, draw(st.binary(min_size=size, max_size=size)))
 
 
