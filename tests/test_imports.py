@@ -27,6 +27,7 @@ HTTP_LAYER = (
     "shm_routes",
     "shm_system",
     "stats",
+    "status",
     "traffic",
     "weights",
 )

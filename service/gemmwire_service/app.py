@@ -35,6 +35,7 @@ from .settings import Settings
 from .shm import Regions
 from .shm_openers import openers_of
 from .shm_routes import shm_routes
+from .status import status_routes
 from .weights import weights_routes
 
 INFER_PATHS = ("/v2/models/{layer}/infer", "/v2/models/{layer}/versions/{version}/infer")
@@ -113,6 +114,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     app.include_router(repository_routes(engine, repository))
     app.include_router(weights_routes(engine, refit, settings.max_weights_bytes))
     app.include_router(metrics_routes(engine, device, settings))
+    app.include_router(status_routes(engine, device, ladder.buckets, settings))
     app.include_router(shm_routes(regions, openers))
     _install_errors(app)
     _document_infer(app)

@@ -43,16 +43,14 @@ class Stages:
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
-
-    @property
-    def count(self) -> int:
-        return self.compute_infer.count
+    forwards: int = 0  # a batch that is chunked is several
 
     @property
     def ns(self) -> int:
         return self.compute_input.ns + self.compute_infer.ns + self.compute_output.ns
 
-    def add(self, times: BatchTimes) -> None:
+    def add(self, times: BatchTimes, forwards: int = 1) -> None:
+        self.forwards += forwards
         _, to_device, computing, back = times
         self.compute_input.add(to_device)
         self.compute_infer.add(computing)
@@ -84,7 +82,7 @@ class LayerStats:
         stages = self.buckets.get(bucket)
         if stages is None:
             stages = self.buckets[bucket] = Stages()
-        stages.add(times)
+        stages.add(times, forwards)
 
     def count_success(self, rows: int, arrived: int, times: BatchTimes) -> None:
         """One request answered: it arrived at `arrived` (monotonic ns) and shared the forward of `times`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +28,7 @@ BOUNDS = (*(each * step // 2 for each in _DECADES for step in (2, 5, 10)), 10_00
 STAGES = ("receive", "queue", "device", "send", "total")
 _NEVER = 1 << 63
 _MOST_REASONS = 64  # the codes of all errors are fewer
+_RECENT = 20  # refusals that are told one by one
 
 
 class Histogram:
@@ -85,7 +87,7 @@ class Finished(NamedTuple):
     error, "" for none.
     """
 
-    layer: str
+    layer: str  # "" where it named none that is served
     status: int
     reason: str
     headers: dict[bytes, bytes]
@@ -109,6 +111,15 @@ class Finished(NamedTuple):
         return [receive, ("queue", item.arrived, start), ("device", start, end), ("send", end, self.ended)]
 
 
+class Refused(NamedTuple):
+    """An infer request that was refused, at a time of Unix's; `layer` as in Finished."""
+
+    at: float
+    layer: str
+    status: int
+    reason: str
+
+
 @dataclass(slots=True)
 class Traffic:
     """`watchers` hear of each request that took `watch_from_ns` or that the server failed on (5xx)."""
@@ -116,6 +127,7 @@ class Traffic:
     codes: dict[int, int] = field(default_factory=dict)  # of infer requests, by HTTP status
     unserved: dict[int, int] = field(default_factory=dict)  # those of them that named no layer that is served
     rejects: dict[str, int] = field(default_factory=dict)  # refusals of any route, by the error's code
+    recent: deque[Refused] = field(default_factory=lambda: deque(maxlen=_RECENT))
     left: int = 0  # requests whose client was gone before the answer
     refits: int = 0
     buckets: dict[int, Forwards] = field(default_factory=dict)
@@ -145,6 +157,7 @@ class Traffic:
         self.codes[status] = self.codes.get(status, 0) + 1
         if reason:
             self.reject(reason)
+            self.recent.append(Refused(time.time(), layer.name if layer else "", status, reason))
         elif item is not None and item.times is not None:
             self.stages.add(began, item.arrived, item.times, now)
         if now - began >= self.watch_from_ns or status >= 500:

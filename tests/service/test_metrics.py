@@ -150,7 +150,7 @@ def test_a_client_that_leaves_is_counted(server: Served) -> None:
     before = Scrape(server)
     body, length = rows(1)
     head = (
-        f"POST /v2/models/m.plain/infer HTTP/1.1\r\nHost: a\r\nInference-Header-Content-Length: {length}\r\n"
+        f"POST /v2/models/m.plain/infer HTTP/1.1\r\nHost: a\r\n{HEADER_LENGTH}: {length}\r\n"
     )
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
