@@ -29,7 +29,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 def status_routes(engine: Engine, device: str, buckets: tuple[int, ...], settings: Settings) -> APIRouter:
     routes = APIRouter()
-    page = files(__package__).joinpath("web", "index.html").read_text(encoding="utf-8")
+    page = (files(__package__) / "web" / "index.html").read_text(encoding="utf-8")
     headers = {
         "content-security-policy": policy(page),
         "x-content-type-options": "nosniff",

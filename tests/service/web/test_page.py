@@ -180,9 +180,7 @@ def test_it_is_dark_where_that_is_liked(served: Served, page: Page) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_server_that_is_gone_is_said_so(checkpoint: Path, browser: Browser, width: int) -> None:
     """Guards: old numbers that look alive."""
-    page = browser.new_page(
-        viewport={"width": width, "height": 800}
-    )  # the failed requests are on its console
+    page = browser.new_page(viewport={"width": width, "height": 800})  # its console has the failures
     with serving(settings(model=(f"m={checkpoint}",))) as served:
         page.goto(served.url)
         expect(page.locator("#state")).to_have_text("ready")
