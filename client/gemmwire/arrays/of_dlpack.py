@@ -1,8 +1,7 @@
 """Arrays of other libraries (JAX, CuPy, ...), by DLPack: https://dmlc.github.io/dlpack/latest/
 
 They are seen through NumPy where it can (in host memory, float32 and float16), else through torch if the
-caller has imported it. y goes back by the `from_dlpack` of x's own library, which the array API standard has x
-name.
+caller has imported it. y goes back by the `from_dlpack` of x's own library, as the array API standard has it.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ def _seen(x: Any) -> tuple[Framework, Any]:
     raise InputError(
         "memory_unsupported",
         f"x is of type {_kind(x)}, and cannot be seen by DLPack ({reason or 'on a device, without torch'}): "
-        "import torch, which sees more than NumPy, or pass a NumPy array or torch tensor of float32, float16 or "
-        "bfloat16",
+        "import torch, which sees more than NumPy, or pass a NumPy array or a torch tensor of float32, float16 "
+        "or bfloat16",
     ) from reason
 
 
