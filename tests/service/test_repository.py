@@ -441,7 +441,7 @@ def test_a_device_with_graphs_captures_them_at_load_and_drops_them_at_unload(
 ) -> None:
     """On a scripted device; guards pinned memory that is too small for a layer wider than those before it."""
     ladder = Ladder.up_to(8)
-    made = machine(ladder, mail=mail, bytes_each=100, took=20.0)
+    made = machine(ladder, budget=1 << 30, mail=mail, bytes_each=100, took=20.0)
     monkeypatch.setattr(loading, "Device", partial(Device, machine=lambda: made))
     put(root / "live", tensors(1, n=300, k=288))
     x = x_of(3, 288)
