@@ -86,8 +86,8 @@ def _seen(x: Any) -> tuple[Framework, Any]:
     raise InputError(
         "memory_unsupported",
         f"x is of type {_kind(x)}, and cannot be seen by DLPack ({reason or 'on a device, without torch'}): "
-        "import torch, which sees more than NumPy, or pass a NumPy array or a torch tensor of float32, float16 "
-        "or bfloat16",
+        "import torch, which sees more than NumPy, or pass a NumPy array or a torch tensor of float32, "
+        "float16 or bfloat16",
     ) from reason
 
 
