@@ -99,13 +99,16 @@ ENV CUDA_HOME=/opt/cuda/nvidia/cu13 \
     FLASHINFER_CUBIN_DIR=/opt/gemmwire/lib/cubins \
     FLASHINFER_CUDA_ARCH_LIST="10.0a 10.3a" \
     FLASHINFER_EXTRA_LDFLAGS=-L/opt/cuda/stubs \
+    FLASHINFER_WORKSPACE_BASE=/var/cache/flashinfer \
     LD_LIBRARY_PATH=/opt/cuda/stubs
 COPY client client
 COPY service service
 ENV PYTHONPATH=/src/client:/src/service
-# What takes longest first: minutes to an hour, by the number of cores.
-RUN python -m gemmwire_service.bake compile mxfp8_quantization_sm100 trtllm_utils mxfp8_gemm_cutlass
-RUN python -m gemmwire_service.bake fetch && \
+# Minutes to an hour, by the number of cores; again only what FlashInfer's own sources have changed of.
+RUN --mount=type=cache,target=/var/cache/flashinfer \
+    python -m gemmwire_service.bake compile mxfp8_quantization_sm100 trtllm_utils mxfp8_gemm_cutlass
+RUN --mount=type=cache,target=/var/cache/flashinfer \
+    python -m gemmwire_service.bake fetch && \
     python -m gemmwire_service.bake compile trtllm_gemm
 # hadolint ignore=DL3042
 RUN --mount=type=cache,target=/var/cache/pip \
