@@ -8,16 +8,27 @@ rounded, is none itself; 255 is rounded to 256 at every scale.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .format import BLOCK, power
 
-_MAGNITUDE = 0x7F
-_NAN = 0x7F  # E4M3's, without its sign
-_224, _256 = 0x76, 0x78
+_INSTEAD = {224: 226, 256: 255}
 _SHIFTED = torch.tensor(0x87F0 - 0x10000, dtype=torch.int16)
 _REBIAS = torch.tensor(2.0**120, dtype=torch.bfloat16)
+
+
+def _bits_by_code() -> np.ndarray[tuple[int], np.dtype[np.int16]]:
+    """The BF16 bits that stand for each of the 256 codes; both NaN codes are NaN."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+    for number, other in _INSTEAD.items():
+        numbers[numbers == number], numbers[numbers == -number] = other, -other
+    bits: np.ndarray[tuple[int], np.dtype[np.int16]] = numbers.view(torch.int16).numpy()
+    return bits
+
+
+_BITS = _bits_by_code()
 
 
 def rows_of(codes: Tensor, scales: Tensor) -> Tensor:
@@ -28,29 +39,21 @@ def rows_of(codes: Tensor, scales: Tensor) -> Tensor:
     2^-118): what is above BF16's range becomes an infinity. NaN codes and scale byte 255 are NaN.
     """
     m, k = codes.shape
-    padded = torch.zeros(m, scales.shape[1] * BLOCK, dtype=torch.bfloat16)
-    rows = padded[:, :k]
-    magnitude = codes & _MAGNITUDE
-    _spread(codes, rows)
-    bits = rows.view(torch.int16)
-    bits.add_((magnitude == _224).to(torch.int16), alpha=2)  # 226
-    bits.sub_((magnitude == _256).to(torch.int16))  # 255
-    rows.mul_(_REBIAS)
-    nan = magnitude == _NAN
-    if nan.any():
-        rows.masked_fill_(nan, float("nan"))
-    padded.view(m, -1, BLOCK).mul_(power(scales).to(torch.bfloat16)[..., None])
+    # By NumPy, whose table look-up takes half the time of the arithmetic that would do.
+    rows = torch.from_numpy(np.take(_BITS, codes.numpy())).view(torch.bfloat16)
+    powers = power(scales).to(torch.bfloat16)
+    if k % BLOCK:
+        return rows.mul_(powers.repeat_interleave(BLOCK, 1)[:, :k])
+    rows.view(m, -1, BLOCK).mul_(powers[..., None])
     return rows
 
 
 def widen(codes: Tensor, out: Tensor) -> None:
     """E4M3 -> BF16, exact but for its NaN, which becomes 480. By integers, because that is six times as fast
-    as torch's conversion on a CPU."""
-    _spread(codes, out)
-    out.mul_(_REBIAS)
+    as torch's conversion on a CPU.
 
-
-def _spread(codes: Tensor, out: Tensor) -> None:
-    """The sign and the 7 bits behind it go where BF16 has sign, exponent and mantissa. As a BF16 they stand
-    for 2^(7-127) of the number, subnormals too."""
+    The sign and the 7 bits behind it go where BF16 has sign, exponent and mantissa. As a BF16 they stand for
+    2^(7-127) of the number, subnormals too.
+    """
     out.view(torch.int16).copy_(codes.view(torch.int8)).bitwise_left_shift_(4).bitwise_and_(_SHIFTED)
+    out.mul_(_REBIAS)
