@@ -429,7 +429,8 @@ def test_a_request_that_was_cancelled_or_has_expired_in_its_turn_is_not_computed
             with pytest.raises(DeadlineExceeded):
                 await asyncio.wait_for(late.future, 10)
             await r.answer("a", spread(1, K))
-            assert len(r.backend.forwards) == 1
+            await r.answer("b", spread(1, K))  # so that both lines of the device are through
+            assert [weight for weight, _ in r.backend.forwards] == [r.weight("a"), r.weight("b")]
             assert r.engine.waiting == 0
 
     run(test)
