@@ -31,6 +31,7 @@ from .protocol import InferRequestForm, InferResponseForm, Problem
 from .refit import Refit
 from .repository import Repository
 from .repository_routes import repository_routes
+from .request_log import log_requests
 from .settings import Settings
 from .shm import Regions
 from .shm_openers import openers_of
@@ -103,6 +104,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         lifespan=lifespan,
     )
     app.state.engine = engine
+    log_requests(engine.traffic, settings)
     app.access = access
     app.infer = Infer(engine, Limits(settings.max_body_bytes, settings.max_json_bytes), regions)
     app.endpoint = InferEndpoint(app.infer)

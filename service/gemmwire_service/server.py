@@ -14,6 +14,7 @@ from .app import Service
 from .connection import Connection
 from .lane import Lane
 from .listener import BACKLOG
+from .request_log import LoggedRoutes
 from .settings import Settings
 from .uvicorn_protocol import UvicornProtocol
 
@@ -46,7 +47,7 @@ def make_server(app: Service, settings: Settings) -> uvicorn.Server:
     lane = Lane(app.infer, app.access) if settings.fast_path and not app.user_middleware else None
     server = Server(
         uvicorn.Config(
-            app,
+            LoggedRoutes(app) if settings.access_log else app,
             http=_protocol(lane),
             ws="none",
             log_config=None,

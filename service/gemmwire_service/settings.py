@@ -28,6 +28,7 @@ _LARGEST_RANDOM = 1 << 31
 _RANDOM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+LogFormat = Literal["text", "json"]
 Texts = Annotated[tuple[str, ...], NoDecode]
 
 
@@ -130,6 +131,11 @@ class Settings(BaseSettings):
         description="folder to keep quantized weights in for the next start, half the size of a BF16 model",
     )
     log_level: LogLevel = Field("info", description="critical, error, warning, info or debug")
+    log_format: LogFormat = Field("text", description="text, or json: one object a line")
+    access_log: bool = Field(False, description="a line for every request")
+    slow_request_ms: int = Field(
+        1000, ge=0, description="an infer request that takes so long is logged, as all that fail are; 0: none"
+    )
 
     @field_validator("model", "reference", "fuse", "random_layer", mode="before")
     @classmethod
