@@ -21,6 +21,10 @@ from .weights import Weights
 if TYPE_CHECKING:
     import ssl
 
+    from .shared_client import SharedClient
+
+SHARED_FROM = 256 << 10  # bytes; fewer are as fast in the body
+
 T = TypeVar("T")
 
 
@@ -203,6 +207,17 @@ class Client(BaseClient):
     def ready(self) -> bool:
         """Whether every layer has been loaded. Errors: `TransportError` where no server answers."""
         return self._run(self._health("ready"))
+
+    def shared(self, prefix: str = "gemmwire", *, at_least: int = SHARED_FROM) -> SharedClient:
+        """A client of the same server whose tensors are passed in shared memory, where they have `at_least`
+        bytes in a call. The server runs on this host, as this user, with --shm-prefix; `prefix` is that.
+
+        Use it in a `with` block, or `close()` it: that gives its memory back, and leaves this client open.
+        Errors: `InvalidArgument` on a system without shared memory.
+        """
+        from .shared_client import SharedClient
+
+        return SharedClient(self, prefix, at_least)
 
     def close(self) -> None:
         """Close the connections; a call after this is refused."""
