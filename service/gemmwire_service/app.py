@@ -106,7 +106,8 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     app.state.engine = engine
     log_requests(engine.traffic, settings)
     app.access = access
-    app.infer = Infer(engine, Limits(settings.max_body_bytes, settings.max_json_bytes), regions)
+    limits = Limits(settings.max_body_bytes, settings.max_json_bytes, settings.max_rows)
+    app.infer = Infer(engine, limits, regions)
     app.endpoint = InferEndpoint(app.infer)
     for path in INFER_PATHS:
         app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))

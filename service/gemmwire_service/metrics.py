@@ -85,10 +85,15 @@ def _queue(engine: Engine, settings: Settings) -> Iterator[Metric]:
     """Requests from their place at the engine to their answer."""
     yield _gauge("gemmwire_queue_requests", "Requests waiting or computing", engine.waiting)
     yield _gauge("gemmwire_queue_rows", "Their rows", engine.waiting_rows)
-    yield _gauge("gemmwire_queue_bytes", "Bytes of their tensors", engine.waiting_bytes)
+    yield _gauge("gemmwire_queue_bytes", "Bytes of their tensors, x and y", engine.waiting_bytes)
+    yield _gauge("gemmwire_receiving_bytes", "Bytes of bodies that are coming", engine.held.receiving)
+    yield _gauge("gemmwire_unread_bytes", "Bytes of answers not read yet", engine.held.unread)
     yield _gauge("gemmwire_queue_requests_limit", "One more is refused (--max-queue)", settings.max_queue)
+    yield _gauge("gemmwire_queue_rows_limit", "More are refused (--max-queue-rows)", settings.max_queue_rows)
     yield _gauge(
-        "gemmwire_queue_bytes_limit", "More are refused (--max-queue-bytes)", settings.max_queue_bytes
+        "gemmwire_queue_bytes_limit",
+        "More are refused, with those that come or are unread (--max-queue-bytes)",
+        settings.max_queue_bytes,
     )
 
 

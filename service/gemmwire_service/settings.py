@@ -107,7 +107,23 @@ class Settings(BaseSettings):
     )
     max_json_bytes: int = Field(2 << 20, ge=1024, description="largest JSON part of a request or an answer")
     max_queue: int = Field(1024, ge=1, description="requests that may wait; one more is answered 503")
-    max_queue_bytes: int = Field(1 << 30, ge=1024, description="bytes of tensors that may wait")
+    max_queue_rows: int = Field(1 << 20, ge=1, description="rows that may wait; beyond them 503")
+    max_queue_bytes: int = Field(
+        2 << 30,
+        ge=1024,
+        description="bytes of requests that come or wait and of their answers, until they are read",
+    )
+    max_rows: int = Field(65536, ge=1, description="rows of one request")
+    max_connections: int = Field(1024, ge=1, description="clients at one time; one more is answered 503")
+    keep_alive_s: int = Field(75, ge=1, description="seconds that a connection may rest between two requests")
+    stall_s: float = Field(
+        30, gt=0, description="seconds that a client may let a request, or the reading of an answer, rest"
+    )
+    min_bytes_per_s: int = Field(
+        128 << 10,
+        ge=1,
+        description="a client that sends or reads slower on the whole is cut off; it has --stall-s more",
+    )
     fast_path: bool = Field(
         True, description="take infer requests from the socket, past ASGI; the answers are the same"
     )
