@@ -99,7 +99,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     # --- the exchange ---
 
     def _write(self) -> None:
-        while self._pending and self._writing:
+        while self._pending and self._writing and not self._transport.is_closing():
             self._transport.write(self._pending.pop(0))
 
     def _read_what_came(self) -> None:
