@@ -82,7 +82,7 @@ def test_every_metric_of_ours_is_shown(scrape: Scrape) -> None:
 
 
 def test_the_panels_lie_side_by_side() -> None:
-    places = set()
+    places: set[tuple[int, int]] = set()
     for panel in panels():
         at = panel["gridPos"]
         cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -37,6 +38,7 @@ from .shm import Regions
 from .shm_openers import openers_of
 from .shm_routes import shm_routes
 from .status import status_routes
+from .tracing import trace_requests
 from .weights import weights_routes
 
 INFER_PATHS = ("/v2/models/{layer}/infer", "/v2/models/{layer}/versions/{version}/infer")
@@ -95,6 +97,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         engine.start()
         yield
         await engine.stop()
+        await asyncio.to_thread(stop_tracing)
         regions.close()
 
     app = Service(
@@ -105,6 +108,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     )
     app.state.engine = engine
     log_requests(engine.traffic, settings)
+    stop_tracing = trace_requests(engine.traffic, settings.otlp_endpoint)
     app.access = access
     limits = Limits(settings.max_body_bytes, settings.max_json_bytes, settings.max_rows)
     app.infer = Infer(engine, limits, regions)

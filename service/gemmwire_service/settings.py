@@ -152,11 +152,21 @@ class Settings(BaseSettings):
     slow_request_ms: int = Field(
         1000, ge=0, description="an infer request that takes so long is logged, as all that fail are; 0: none"
     )
+    otlp_endpoint: str = Field(
+        "", description="URL of an OpenTelemetry collector (OTLP over HTTP) to send spans to; empty: off"
+    )
 
     @field_validator("model", "reference", "fuse", "random_layer", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _otlp_endpoint(cls, value: str) -> str:
+        if value and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+            raise ValueError("it must be a URL, as http://127.0.0.1:4318")
+        return value
 
     @field_validator("device")
     @classmethod
