@@ -33,11 +33,10 @@ class Client(BaseClient):
 
     `url` is http or https, with a path where the server stands behind one, or unix:///path of a socket on
     this host. `timeout` (seconds, None: none) is for all that a call waits for, its retries included.
-    `api_key` and `headers` go with every request.
-    `retries`: how often a call that failed in passing is made again, a number or `Retries`. `quantize`:
-    where x is quantized if a call does not say, "client" or "server". `tls`: whom https trusts, a `TLS` or an
-    ssl.SSLContext. At most `max_connections` are open at a time; a call beyond them waits for one.
-    `transport` replaces the network, for tests.
+    `api_key` and `headers` go with every request. `retries`: how often a call that failed in passing is made
+    again, a number or `Retries`. `quantize`: where x is quantized if a call does not say, "client" or
+    "server". `tls`: whom https trusts, a `TLS` or an ssl.SSLContext. At most `max_connections` are open at a
+    time; a call beyond them waits for one. `transport` replaces the network, for tests.
 
     Every method raises a `GemmwireError` and nothing else: `InputError` and `InvalidArgument` before anything
     is sent, `TransportError` where no answer came, `ServerError` for an answer that is an error, `WireError`
