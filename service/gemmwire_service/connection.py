@@ -23,7 +23,7 @@ from gemmwire.wire import WireError
 from .backlog import Answer, Item
 from .body import aligned
 from .call import Call
-from .errors import ConnectionsFull, EngineError
+from .errors import ConnectionsFull, Draining, EngineError
 from .head import END, START, Head, parse_head
 from .infer import Reply, encodes_elsewhere, error_reply, request_id
 from .lane import Lane
@@ -128,6 +128,18 @@ class Connection(asyncio.BufferedProtocol):
         self._closing = True
         if self._exchange is None:
             self._uvicorn.shutdown()
+
+    def end(self) -> None:
+        """Called by the server when its grace is over: what has not come by now is not waited for."""
+        exchange = self._exchange
+        if exchange is not None and exchange.missing:
+            self._closing = True
+            error = Draining("The server shuts down, and the request's rest has not come; send it to another")
+            self._finish(exchange, self._refusal(error, exchange))
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     def _count_unread(self, nbytes: int) -> None:
         self._lane.held.unread += nbytes - self._unread

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from .errors import ServiceError, SettingsError
-from .listener import bind, is_loopback, unix_listener, url
+from .listener import allow_files, bind, is_loopback, unix_listener, url
 from .logs import configure, with_facts
 from .settings import Settings
 from .tls import Certificate, certificate_of
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gemmwire")
 
+_OTHER_FILES = 256  # beside connections: weights, caches, libraries, clients beyond the bound
+
 
 def serve(settings: Settings) -> int:
     """Run until SIGINT or SIGTERM. Errors: SettingsError, before anything is loaded."""
     began = time.monotonic()
     configure(settings)
     certificate = certificate_of(settings.tls_cert, settings.tls_key)
+    allow_files(settings.max_connections + _OTHER_FILES)
     with ExitStack() as stack:
         listeners = [bind(settings.host, settings.port)]
         if not is_loopback(listeners[0]):

@@ -18,17 +18,32 @@ from .patience import Patience
 from .request_log import LoggedRoutes
 from .settings import Settings
 
+LAST_S = 0.2  # for the last answers to leave
 GRACE_S = 10  # for requests under way when the server is told to stop; a half-sent one would hold it for ever
 
 
 class Server(uvicorn.Server):
-    """TLS is for the port: a Unix socket is reached from this machine alone, where clients speak none."""
+    """One that leaves no connection behind when the grace is over.
+
+    TLS is for the port: a Unix socket is reached from this machine alone, where clients speak none.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         given = sockets or []
         local = [each for each in given if each.family == getattr(socket, "AF_UNIX", None)]
         await super().startup([each for each in given if each not in local])
         self.servers += [await self._listen(each) for each in local]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        left = cast(list[Connection], list(self.server_state.connections))
+        for connection in left:
+            connection.end()
+        if left:
+            await asyncio.sleep(LAST_S)
+        for connection in cast(list[Connection], list(self.server_state.connections)):
+            connection.abort()
+        await asyncio.sleep(0)  # in which they are lost
 
     async def _listen(self, unix: socket.socket) -> asyncio.Server:
         protocol = partial(
