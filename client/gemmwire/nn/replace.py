@@ -100,13 +100,14 @@ def _served_as(layers: Iterable[str], modules: Iterable[str]) -> str:
         parent = module.rpartition(".")[0]
         beside = {_in_front_of(parent, layer.rpartition(".")[0]) for layer in layers if parent}
         fitting.update({name for name in own | beside if name is not None})
-    best = fitting.most_common(2)
-    if len(best) > 1 and best[0][1] == best[1][1]:
+    most = max(fitting.values(), default=0)
+    best = sorted(name for name, count in fitting.items() if count == most)
+    if len(best) > 1:
         raise InvalidArgument(
-            f"The model's linears could be those of {best[0][0]!r} or of {best[1][0]!r}; say which checkpoint "
-            f"is meant: match={best[0][0]!r}"
+            f"The model's linears could be those of {' or of '.join(map(repr, best[:4]))}; say which checkpoint "
+            f"is meant: match={best[0]!r}"
         )
-    return best[0][0] if best else ""
+    return best[0] if best else ""
 
 
 def _in_front_of(module: str, layer: str) -> str | None:
