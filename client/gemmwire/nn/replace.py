@@ -103,9 +103,9 @@ def _served_as(layers: Iterable[str], modules: Iterable[str]) -> str:
     most = max(fitting.values(), default=0)
     best = sorted(name for name, count in fitting.items() if count == most)
     if len(best) > 1:
+        several = " or of ".join(map(repr, best[:4]))
         raise InvalidArgument(
-            f"The model's linears could be those of {' or of '.join(map(repr, best[:4]))}; say which checkpoint "
-            f"is meant: match={best[0]!r}"
+            f"The model's linears could be those of {several}; say which is meant: match={best[0]!r}"
         )
     return best[0] if best else ""
 
