@@ -2,7 +2,7 @@
 
 A name is one path segment of letters, digits and `._-` that begins with a letter or digit; so none leads up,
 down or to a hidden folder, however it was encoded. What it leads to must lie in the root when every link has
-been followed, and so must each file in it.
+been followed, and so must each file in it, in its folders too: a shard index can name what lies there.
 """
 
 from __future__ import annotations
@@ -74,10 +74,23 @@ class ModelRoot:
         entries = self._entries(folder)
         if not any(entry.endswith(SUFFIXES) for entry in entries):
             return f"its folder holds no {' and no '.join(SUFFIXES)} file"
-        out = [entry for entry in entries if not self._holds(Path(os.path.realpath(folder / entry)))]
-        if out:
-            return f"its file {out[0][:120]!r} is a link that leads out of the model root; copy it there"
+        out = next(self._outside(folder), None)
+        if out is not None:
+            return f"its file {out[:120]!r} is a link that leads out of the model root; copy it there"
         return None
+
+    def _outside(self, folder: Path) -> Iterator[str]:
+        """Names of what can be reached from a folder and does not lie in the root."""
+        seen, waiting = {folder}, [folder]
+        while waiting:
+            here = waiting.pop()
+            for entry in self._entries(here):
+                real = Path(os.path.realpath(here / entry))
+                if not self._holds(real):
+                    yield entry
+                elif real not in seen and real.is_dir():
+                    seen.add(real)
+                    waiting.append(real)
 
     def _holds(self, path: Path) -> bool:
         return self.path in path.parents

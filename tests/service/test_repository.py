@@ -210,14 +210,21 @@ def test_links_lead_within_the_root_only(served: Served, root: Path, tmp_path: P
     (root / "loop").symlink_to(root / "loop")
     (root / "inside").mkdir()
     (root / "inside" / "model.safetensors").symlink_to(tmp_path / "secret" / "model.safetensors")
+    for name, linked in (("below", "deep/shard"), ("beside", "deep")):
+        (root / name).mkdir()
+        weight_map = {"up.weight": "deep/shard/model.safetensors"}
+        (root / name / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (root / name / linked).parent.mkdir(exist_ok=True)
+    (root / "below" / "deep" / "shard").symlink_to(tmp_path / "secret")
+    (root / "beside" / "deep").symlink_to(root / "below" / "deep")
     assert change(served, "load", "current").status == 200
-    for name in ("out", "inside", "self", "loop"):
+    for name in ("out", "inside", "below", "beside", "self", "loop"):
         refused = change(served, "load", name)
         assert refused.status in (400, 404), name
         assert str(tmp_path / "secret") not in refused.json["error"]
     found = index(served)
-    assert "leads out of the model root" in found["out"][1]
-    assert "leads out of the model root" in found["inside"][1]
+    for name in ("out", "inside", "below", "beside"):
+        assert "leads out of the model root" in found[name][1]
     assert "self" in found
     assert "loop" not in found
 

@@ -48,7 +48,8 @@ class FlashinferTrtllm:
         """
         padded = pad(weight, TILE, K_MULTIPLE, device)
         n_pad, k_pad = padded.codes.shape
-        codes, scales = shuffle_rows(padded.e4m3), shuffle_scales(padded.scales)
+        scales = shuffle_scales(padded.scales)  # first: the codes take a layer's room beside the result
+        codes = shuffle_rows(padded.e4m3)
         return TrtllmWeight("shuffled_128x4", weight.n, weight.k, n_pad, k_pad, codes, scales, padded.bias)
 
     def plans(self, bucket: int) -> tuple[Plan, ...]:

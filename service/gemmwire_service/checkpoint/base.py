@@ -17,6 +17,7 @@ from gemmwire_service.mxfp8.weight import MxWeight
 
 _SHOWN = 10  # entries of a list that an error message spells out
 _SHOWN_CHARS = 120  # a tensor name in a hostile file may be megabytes long
+_NAME_CHARS = 1024  # of a layer; a server takes 64 KiB of request line and headers
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,11 @@ def listed(entries: Sequence[str], separator: str = ", ") -> str:
 
 def layer_name(module: str, source: object) -> str:
     """`module` if it can be a layer's name, which is one segment of a URL."""
-    if "/" in module or module in ("", ".", "..") or not module.isprintable():
+    printable = len(module) <= _NAME_CHARS and module.isprintable()
+    if "/" in module or module in ("", ".", "..") or not printable:
         raise CheckpointError(
             f"{source}: layer name {shown(module)} cannot be one segment of a URL; rename its tensors "
-            "(no '/', no control characters, not empty, not '.' or '..')",
+            f"(no '/', no control characters, at most {_NAME_CHARS} characters, not empty, not '.' or '..')",
             expected="a name without '/'",
             got=module[:_SHOWN_CHARS],
         )

@@ -50,6 +50,8 @@ class FusedCheckpoint:
                     self._groups[module + rule.name] = group
                 else:
                     refused.append(f"{module}{rule}: {why}")
+        fused = {part: name for name, group in self._groups.items() for part in group.names}
+        self._names = dict.fromkeys(fused.get(name, name) for name in checkpoint.names())
         self._notes = _notes(self._groups, rules, refused)
 
     @property
@@ -66,8 +68,7 @@ class FusedCheckpoint:
 
     def names(self) -> tuple[str, ...]:
         """A fused layer stands where the first of its parts did."""
-        fused = {part: name for name, group in self._groups.items() for part in group.names}
-        return tuple(dict.fromkeys(fused.get(name, name) for name in self._checkpoint.names()))
+        return tuple(self._names)
 
     def spec(self, name: str) -> LayerShape:
         shapes = [self._checkpoint.spec(part) for part in self._parts(name)]
@@ -92,8 +93,8 @@ class FusedCheckpoint:
     def _parts(self, name: str) -> tuple[str, ...]:
         if name in self._groups:
             return self._groups[name].names
-        if name not in self.names():
-            raise unknown_layer(name, self.names(), "the fused model")
+        if name not in self._names:
+            raise unknown_layer(name, self._names, "the fused model")
         return (name,)
 
     def _reason(self, name: str, group: _Group, there: set[str]) -> str | None:

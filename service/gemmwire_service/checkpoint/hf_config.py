@@ -6,6 +6,7 @@ stored [in, out], and what the scales beside a quantized weight mean.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,8 @@ def read_declared(folder: Path) -> Declared:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    return read_object(path, strict=False) if path.exists() else {}
+    """{} where there is none. A link that leads nowhere is one: what it declared is not known."""
+    return read_object(path, strict=False) if os.path.lexists(path) else {}
 
 
 def _modelopt(config: dict[str, Any], source: Path) -> Scheme:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gemmwire_service.checkpoint.base import shown
+from gemmwire_service.checkpoint.regular_file import open_regular
 from gemmwire_service.errors import CheckpointError
 
 SIDECAR_LIMIT = 100_000_000  # bytes of a config.json or a shard index; the largest known are a few MB
@@ -36,11 +38,11 @@ def parse_object(raw: bytes, source: object, *, strict: bool) -> dict[str, Any]:
 
 def read_object(path: Path, *, strict: bool) -> dict[str, Any]:
     """The JSON object that a file beside the weights holds."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(SIDECAR_LIMIT + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with open_regular(path) as file, BufferedReader(file) as buffered:
+        try:
+            raw = buffered.read(SIDECAR_LIMIT + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(raw) > SIDECAR_LIMIT:
         raise CheckpointError(f"{path}: larger than {SIDECAR_LIMIT} bytes, which no such file is")
     return parse_object(raw, path, strict=strict)

@@ -7,7 +7,6 @@ kills the process with SIGBUS; a read of it comes back short, which is an error 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.checkpoint.base import shown
+from gemmwire_service.checkpoint.regular_file import open_regular
 from gemmwire_service.checkpoint.safetensors_header import PREFIX, header_length, read_header
 from gemmwire_service.errors import CheckpointError
 
@@ -39,7 +39,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _open(path) as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             self.identity = _identity(status)
             prefix = _read(file, min(PREFIX, status.st_size), path)
@@ -51,7 +51,7 @@ class SafetensorsFile:
     def load(self, name: str) -> Tensor:
         """A copy of one tensor, on the CPU. Raises CheckpointError if the file changed since."""
         info = self.tensors[name]
-        with _open(self.path) as file:
+        with open_regular(self.path) as file:
             self._check_unchanged(os.fstat(file.fileno()))
             file.seek(self._data + info.start)
             buffer = _read(file, info.nbytes, self.path)
@@ -66,7 +66,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         step = info.nbytes // info.shape[0]
         buffer = bytearray()
-        with _open(self.path) as file:
+        with open_regular(self.path) as file:
             for index in indices:
                 file.seek(self._data + info.start + index * step)
                 buffer += _read(file, step, self.path)
@@ -76,7 +76,7 @@ class SafetensorsFile:
     def chunks(self, name: str, size: int = _CHUNK) -> Iterator[bytearray]:
         """The bytes of one tensor, of whatever dtype, `size` at a time. Raises as `load` does."""
         info = self.tensors[name]
-        with _open(self.path) as file:
+        with open_regular(self.path) as file:
             for done in range(0, info.nbytes, size):
                 self._check_unchanged(os.fstat(file.fileno()))
                 file.seek(self._data + info.start + done)
@@ -95,18 +95,6 @@ class SafetensorsFile:
                 expected=self.identity[2],
                 got=status.st_size,
             )
-
-
-def _open(path: Path) -> FileIO:
-    """`path` for reading, unbuffered. Only a regular file: opening a pipe would wait for its writer."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{path}: not a regular file; name a .safetensors file or a folder of them")
-        return FileIO(path, "rb")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file", expected="a file", got="nothing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
 
 
 def _read(file: FileIO, size: int, path: Path) -> bytearray:

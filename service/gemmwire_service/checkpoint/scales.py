@@ -55,8 +55,9 @@ def to_linear(stored: Tensor, n: int, k: int, scheme: Scheme, where: str) -> Ten
         exponents = _cut(exponents, rows, columns, where)
     if scheme.block == (1, BLOCK):
         return exponents
-    repeated = exponents.repeat_interleave(scheme.block[1] // BLOCK, 1)[:, : -(-k // BLOCK)]
-    return repeated.repeat_interleave(scheme.block[0], 0)[:n]
+    needed = -(-k // BLOCK)  # a block may be declared larger than any weight
+    repeated = exponents.repeat_interleave(min(scheme.block[1] // BLOCK, needed), 1)[:, :needed]
+    return repeated.repeat_interleave(min(scheme.block[0], n), 0)[:n]
 
 
 def _may_be_padded(scheme: Scheme) -> bool:

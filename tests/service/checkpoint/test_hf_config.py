@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,21 @@ def test_a_config_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> N
         read_declared(tmp_path)
 
 
-def test_a_config_that_is_a_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        pytest.param(Path.mkdir, "not a regular file", id="folder"),
+        pytest.param(os.mkfifo, "not a regular file", id="pipe"),
+        pytest.param(lambda path: path.symlink_to("gone"), "no such file", id="broken-link"),
+        pytest.param(lambda path: path.symlink_to(path.name), "cannot be opened", id="link-to-itself"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), "not a regular file", id="device"),
+    ],
+)
+def test_a_config_that_is_no_file_is_refused(
+    name: str, make: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    """Guards: a declaration that is not there to be read taken for none, and a pipe that is waited for."""
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"/{name}: {says}"):
         read_declared(tmp_path)

@@ -179,7 +179,11 @@ def test_a_declared_conv1d_in_mxfp8_is_refused() -> None:
         find(GPT2, h__c_attn__weight=("F8_E4M3", [32, 64]), h__c_attn__weight_scale=("U8", [64, 1]))
 
 
-@pytest.mark.parametrize("module", ["a/b", "/", "..", ".", "a\nb", "a\0b", "\ud800"], ids=ascii)
+@pytest.mark.parametrize(
+    "module",
+    ["a/b", "/", "..", ".", "a\nb", "a\0b", "\ud800", pytest.param("a" * 1025, id="long")],
+    ids=ascii,
+)
 def test_a_name_that_no_url_carries_is_refused(module: str) -> None:
     """Guards: a layer that is served and that no request can name."""
     info = TensorInfo(f"{module}.weight", "BF16", (2, 3), 0, 0)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from peak import MIB, STATUS, measurable, measured
+
 LAYERS = 8
-MIB = 1 << 20
 SLACK = 6 * MIB  # the pieces that are worked on, and what else a process does
 SHAPES = {
     "BF16": (1024, 2048),
@@ -26,14 +24,11 @@ DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 # Prints by how many bytes the peak is above what was there before. The small checkpoint is read first, so
 # that what torch sets up on first use is not counted.
-MEASURE = """
-import sys
+MEASURE = (
+    STATUS
+    + """
 from pathlib import Path
 from gemmwire_service.checkpoint import open_checkpoint
-
-def status(field):
-    line = next(line for line in open("/proc/self/status") if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 def read(path):
     checkpoint = open_checkpoint(Path(path))
@@ -44,9 +39,10 @@ before = status("VmRSS")
 layers = read(sys.argv[2])
 print(status("VmHWM") - before)
 """
+)
 
 QUANTIZE = (
-    MEASURE.partition("def read")[0]
+    STATUS
     + """
 from gemmwire_service.__main__ import main
 assert main(["quantize", sys.argv[1], sys.argv[1] + ".made"]) == 0
@@ -72,7 +68,7 @@ def tensors(kind: str, shrink: int = 1) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to measure memory")
+@measurable
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_peak_is_the_result_and_two_layers(kind: str, tmp_path: Path) -> None:
     """Guards: the whole file in memory beside the result, which is 32 MiB here and 200 GB elsewhere."""
@@ -84,7 +80,7 @@ def test_the_peak_is_the_result_and_two_layers(kind: str, tmp_path: Path) -> Non
     assert peak <= result + 2 * layer + SLACK, f"{peak / MIB:.1f} MiB, of which {result / MIB:.1f} stay"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc to measure memory")
+@measurable
 @pytest.mark.parametrize("kind", ["BF16", "F32"])
 def test_quantizing_a_model_takes_two_layers(kind: str, tmp_path: Path) -> None:
     """Guards: a model that has to fit into memory to be quantized, or a table of it to be copied."""
@@ -102,13 +98,3 @@ def model(folder: Path, kind: str, shrink: int = 1, table: bool = False) -> Path
     if kind == "BLOCKS":
         (folder / "config.json").write_text(json.dumps({"quantization_config": BLOCKS}))
     return folder
-
-
-def measured(code: str, small: Path, large: Path) -> int:
-    """What a process that runs `code` prints."""
-    command = [sys.executable, "-c", code, str(small), str(large)]
-    # glibc keeps freed blocks of up to 32 MiB for the next call, unless it is told where its own memory ends.
-    fixed = {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **fixed}, timeout=100)
-    assert run.returncode == 0, run.stderr
-    return int(run.stdout.splitlines()[-1])

@@ -105,6 +105,18 @@ def test_the_scale_of_a_block_is_that_of_its_rows_and_columns(
     assert scales.tolist() == expected
 
 
+@pytest.mark.parametrize("block", [[1 << 40, 64], [32, 1 << 40], [1 << 70, 1 << 70]], ids=str)
+def test_a_block_may_be_larger_than_the_weight(block: list[int], tmp_path: Path) -> None:
+    """Guards: a scale that is repeated for all of a declared block, which no memory holds."""
+    stored = distinct(1 if block[0] > 32 else 2, 1 if block[1] > 64 else 2) + 100
+    saved(tmp_path, {"m.weight": codes(64, 128), "m.scale": stored}, {**BLOCKS, "weight_block_size": block})
+    scales = open_checkpoint(tmp_path).read("m").weight.scales
+    rows, columns = stored.shape
+    assert scales.tolist() == [
+        [int(stored[row * rows // 64, column * columns // 4]) for column in range(4)] for row in range(64)
+    ]
+
+
 @pytest.mark.parametrize("exponent", [-127, -126, 0, 127])
 def test_powers_of_two_become_their_exponents(exponent: int, tmp_path: Path) -> None:
     scale = torch.ldexp(torch.ones(1, 1), torch.tensor(exponent))

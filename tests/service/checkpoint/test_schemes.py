@@ -174,6 +174,28 @@ def test_groups_of_compressed_tensors_are_told_apart_by_their_targets() -> None:
     assert [scheme.other(module) for module in ("a", "b")] == [None, "float-quantized"]
 
 
+@pytest.mark.parametrize("key", ["ignore", "targets"])
+def test_an_expression_that_never_ends_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a config that keeps a server busy for the age of the world."""
+    monkeypatch.setattr("gemmwire_service.checkpoint.schemes.base.PATIENCE_S", 0.1)
+    endless = ["re:(a|a)*$"]
+    other = {"targets": endless, "format": "float-quantized"}
+    scheme = find_scheme(
+        compressed(MX_GROUP, ignore=endless) if key == "ignore" else compressed(other, MX_GROUP),
+        "config.json",
+    )
+    match = scheme.excluded if key == "ignore" else scheme.other
+    with pytest.raises(CheckpointError, match=r"^config\.json: lists 're:\(a\|a\)\*\$', and to match it"):
+        match("a" * 60 + "!")
+
+
+def test_expressions_are_those_of_python() -> None:
+    """Guards: a list that is matched otherwise than by the library that wrote it."""
+    (lookahead,) = ignore = [r"re:^(?!.*\.(q|k)_proj$).*self_attn\.[a-z]+_proj$"]
+    excluded = find_scheme(compressed(ignore=ignore), "config.json").excluded
+    assert [excluded(f"l.0.self_attn.{part}_proj") for part in "qkvo"] == [None, None, lookahead, lookahead]
+
+
 def test_comfyui_declares_itself_in_the_header_or_beside_the_weight() -> None:
     assert declaration("m", {"m.weight"}, {}) is None
     assert declaration("m", {"m.weight", "n.comfy_quant"}, {"format": "pt"}) is None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
 
+import regex
+
 from gemmwire_service.checkpoint.base import shown
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.format import BLOCK
+
+PATIENCE_S = 5.0  # for all modules of a list of expressions; thousands take milliseconds
 
 Match = Callable[[str], str | None]
 """Module name -> the entry of a list that names it, or None."""
@@ -84,14 +89,29 @@ def globs(patterns: Iterable[str]) -> Match:
 
 
 def regexes(entries: Iterable[str], source: object) -> Match:
-    """Names, or `re:` and an expression matched from the beginning, as compressed-tensors has them."""
+    """Names, or `re:` and an expression matched from the beginning, as compressed-tensors has them.
+
+    Some expressions take longer than the age of the world over a name of forty letters. Matching raises
+    CheckpointError once all of it has taken PATIENCE_S.
+    """
     exact = {each for each in entries if not each.startswith("re:")}
     compiled = [(each, _compile(each[3:], source)) for each in entries if each.startswith("re:")]
+    left = PATIENCE_S
 
     def match(module: str) -> str | None:
+        nonlocal left
         if module in exact:
             return module
-        return next((each for each, pattern in compiled if pattern.match(module)), None)
+        for each, pattern in compiled:
+            began = time.monotonic()
+            try:
+                if pattern.match(module, timeout=max(left, 1e-3)) is not None:
+                    return each
+            except TimeoutError:
+                raise _endless(each, module, source) from None
+            finally:
+                left -= time.monotonic() - began
+        return None
 
     return match
 
@@ -107,11 +127,22 @@ def parts(entries: Iterable[str]) -> Match:
     return match
 
 
-def _compile(expression: str, source: object) -> re.Pattern[str]:
+def _compile(expression: str, source: object) -> regex.Pattern[str]:
+    """What `re` takes, which is what such lists are written for, in a form whose matching can be stopped."""
     try:
-        return re.compile(expression)
-    except (re.error, OverflowError, RecursionError) as error:
+        re.compile(expression)
+        return regex.compile(expression)
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"{source}: lists {shown('re:' + expression)}, which is no regular expression: {error}",
             got=expression[:80],
         ) from None
+
+
+def _endless(entry: str, module: str, source: object) -> CheckpointError:
+    return CheckpointError(
+        f"{source}: lists {shown(entry)}, and to match it with {shown(module)} takes more than "
+        f"{PATIENCE_S:g} seconds; write it without a repetition inside a repetition, or name the modules",
+        expected="an expression that can be matched",
+        got=entry[:80],
+    )
