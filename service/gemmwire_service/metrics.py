@@ -70,6 +70,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
+        engine.traffic.count_answers()
         info = {"version": __version__, "device": self._device}
         yield InfoMetricFamily("gemmwire", "The server", value=info)
         yield _gauge("gemmwire_ready", "1 while it takes requests", engine.state is State.READY)
