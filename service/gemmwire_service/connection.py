@@ -29,6 +29,7 @@ from .infer import Reply, encodes_elsewhere, error_reply, request_id
 from .lane import Lane
 from .layer import Layer
 from .patience import Watch
+from .pieces import PiecesTransport
 from .uvicorn_protocol import UvicornProtocol, closing_answer
 
 log = logging.getLogger("gemmwire.http")
@@ -82,7 +83,9 @@ class Connection(asyncio.BufferedProtocol):
     # --- the transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        whole = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        by_tls = whole.get_extra_info("sslcontext") is not None
+        self._transport = cast(asyncio.Transport, PiecesTransport(whole, self._recount)) if by_tls else whole
         self._uvicorn.connection_made(self._transport)
         # The server then asks this protocol to shut down, which knows of both kinds of request.
         self._state.connections.discard(self._uvicorn)
@@ -113,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._writing = False
-        self._count_unread(self._transport.get_write_buffer_size())
+        self._recount()
         self._uvicorn.pause_writing()
 
     def resume_writing(self) -> None:
@@ -140,6 +143,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         self._transport.abort()
+
+    def _recount(self) -> None:
+        if not self._writing:
+            self._count_unread(self._transport.get_write_buffer_size())
 
     def _count_unread(self, nbytes: int) -> None:
         self._lane.held.unread += nbytes - self._unread
