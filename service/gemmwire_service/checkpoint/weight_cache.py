@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from gemmwire_service import __version__
-from gemmwire_service.checkpoint.base import LayerShape, LayerWeights, Probe, Skipped
+from gemmwire_service.checkpoint.base import LayerShape, LayerWeights, Probe
 from gemmwire_service.checkpoint.safetensors import SafetensorsCheckpoint
 from gemmwire_service.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsFile
 from gemmwire_service.checkpoint.safetensors_writer import NewTensor, SafetensorsWriter
+from gemmwire_service.checkpoint.wrapped import WrappedCheckpoint
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.weight import MxWeight
 
@@ -35,36 +36,16 @@ _DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "F8_E8
 CODES, SCALES, BIAS, PROBE_X, PROBE_Y = "codes", "scales", "bias", "probe.x", "probe.y"
 
 
-class CachedCheckpoint:
+class CachedCheckpoint(WrappedCheckpoint):
     """A `Checkpoint` that quantizes a float layer once and takes it from `folder` from then on.
 
     Layers that are MXFP8 as stored are read from where they are.
     """
 
     def __init__(self, checkpoint: SafetensorsCheckpoint, folder: Path) -> None:
+        super().__init__(checkpoint)
         self._checkpoint, self._folder = checkpoint, folder
         self.hits = 0
-
-    @property
-    def format(self) -> str:
-        return self._checkpoint.format
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        return self._checkpoint.skipped
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._checkpoint.notes
-
-    def names(self) -> tuple[str, ...]:
-        return self._checkpoint.names()
-
-    def spec(self, name: str) -> LayerShape:
-        return self._checkpoint.spec(name)
-
-    def nbytes(self, name: str) -> int:
-        return self._checkpoint.nbytes(name)
 
     def read(self, name: str) -> LayerWeights:
         self.spec(name)  # raises for an unknown one
