@@ -107,6 +107,8 @@ ENV PYTHONPATH=/src/client:/src/service
 # Minutes to an hour, by the number of cores; again only what FlashInfer's own sources have changed of.
 RUN --mount=type=cache,target=/var/cache/flashinfer \
     python -m gemmwire_service.bake compile mxfp8_quantization_sm100 trtllm_utils mxfp8_gemm_cutlass
+# Of a mirror of FlashInfer's cubins, where there is one.
+ARG FLASHINFER_CUBINS_REPOSITORY
 RUN --mount=type=cache,target=/var/cache/flashinfer \
     python -m gemmwire_service.bake fetch && \
     python -m gemmwire_service.bake compile trtllm_gemm

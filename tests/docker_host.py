@@ -103,7 +103,8 @@ def _compose(client: str) -> tuple[str, ...]:
 
 @contextmanager
 def _daemon() -> Iterator[Path]:
-    """dockerd with a folder of its own -> its socket. What it built goes with it."""
+    """dockerd with a folder of its own -> its socket. What it built goes with it; the bridge docker0 and its
+    rules in iptables stay, as any dockerd leaves them."""
     folder = Path(tempfile.mkdtemp(prefix="docker-"))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # its own default can be above what is allowed here
     command = ["dockerd", "--default-ulimit", f"nofile={files}:{files}", "--host", f"unix://{folder}/socket"]

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from gemmwire.cli.command import parser as client_parser
+from gemmwire_service import new_key
 from gemmwire_service.doctor.command import parser
 from gemmwire_service.errors import SettingsError
 from gemmwire_service.quantize import command as quantize
@@ -79,6 +80,9 @@ Check = Callable[[list[str], dict[str, str]], None]
 def check_serve(words: list[str], variables: dict[str, str]) -> None:
     if words[:1] == ["check"]:
         parser(variables).parse_args(words[1:])
+        return
+    if words[:1] == ["key"]:
+        new_key.parser().parse_args(words[1:])
         return
     if words[:1] == ["quantize"]:
         quantize.parser().parse_args(words[1:])

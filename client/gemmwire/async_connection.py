@@ -7,6 +7,9 @@ asyncio's streams 128, aiohttp 265 and httpx 900 (p50, one client, the server on
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+from contextlib import suppress
 from typing import cast
 
 from . import http1
@@ -66,6 +69,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
+        if exc is not None:
+            self._read_what_came()
         self._advance(exc if isinstance(exc, ConnectionError) else 0)
         # Whatever came of it: nothing more will come.
         self._settle(exc or ConnectionError("the connection was closed"))
@@ -94,8 +99,18 @@ class AsyncConnection(asyncio.BufferedProtocol):
     # --- the exchange ---
 
     def _write(self) -> None:
-        while self._pending and self._writing:
+        while self._pending and self._writing and not self._transport.is_closing():
             self._transport.write(self._pending.pop(0))
+
+    def _read_what_came(self) -> None:
+        """The server has closed while it was written to, but it may have said why: the loop does not look."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is None or self._transport.get_extra_info("ssl_object") is not None:
+            return
+        with suppress(OSError), socket.socket(fileno=os.dup(sock.fileno())) as still_open:
+            still_open.setblocking(False)
+            while self._receiving is not None and (size := still_open.recv_into(self._target)):
+                self._advance(size)
 
     def _advance(self, received: int | ConnectionError) -> None:
         """So many bytes have come, 0 being the end."""

@@ -100,10 +100,13 @@ class BaseClient:
             id=identity,
         )
         sent = replies.Sent(framework, x, inputs[0].shape, datatype, identity, names)
+        return self._exchange(layer, path + "/infer", message, sent, self._seconds(timeout))
+
+    def _exchange(
+        self, layer: str, path: str, message: wire.InferRequest, sent: replies.Sent, timeout: float | None
+    ) -> Exchange[Answer]:
         return Exchange(
-            partial(self._infer_request, path + "/infer", message),
-            self._seconds(timeout),
-            partial(replies.read_answer, sent=sent),
+            partial(self._infer_request, path, message), timeout, partial(replies.read_answer, sent=sent)
         )
 
     def _infer_request(self, path: str, message: wire.InferRequest, timeout: float | None) -> Request:

@@ -21,6 +21,10 @@ from .weights import Weights
 if TYPE_CHECKING:
     import ssl
 
+    from .shared_client import SharedClient
+
+SHARED_FROM = 256 << 10  # bytes; fewer are as fast in the body
+
 T = TypeVar("T")
 
 
@@ -29,11 +33,10 @@ class Client(BaseClient):
 
     `url` is http or https, with a path where the server stands behind one, or unix:///path of a socket on
     this host. `timeout` (seconds, None: none) is for all that a call waits for, its retries included.
-    `api_key` and `headers` go with every request.
-    `retries`: how often a call that failed in passing is made again, a number or `Retries`. `quantize`:
-    where x is quantized if a call does not say, "client" or "server". `tls`: whom https trusts, a `TLS` or an
-    ssl.SSLContext. At most `max_connections` are open at a time; a call beyond them waits for one.
-    `transport` replaces the network, for tests.
+    `api_key` and `headers` go with every request. `retries`: how often a call that failed in passing is made
+    again, a number or `Retries`. `quantize`: where x is quantized if a call does not say, "client" or
+    "server". `tls`: whom https trusts, a `TLS` or an ssl.SSLContext. At most `max_connections` are open at a
+    time; a call beyond them waits for one. `transport` replaces the network, for tests.
 
     Every method raises a `GemmwireError` and nothing else: `InputError` and `InvalidArgument` before anything
     is sent, `TransportError` where no answer came, `ServerError` for an answer that is an error, `WireError`
@@ -203,6 +206,17 @@ class Client(BaseClient):
     def ready(self) -> bool:
         """Whether every layer has been loaded. Errors: `TransportError` where no server answers."""
         return self._run(self._health("ready"))
+
+    def shared(self, prefix: str = "gemmwire", *, at_least: int = SHARED_FROM) -> SharedClient:
+        """A client of the same server whose tensors are passed in shared memory, where they have `at_least`
+        bytes in a call. The server runs on this host, as this user, with --shm-prefix; `prefix` is that.
+
+        Use it in a `with` block, or `close()` it: that gives its memory back, and leaves this client open.
+        Errors: `InvalidArgument` on a system without shared memory.
+        """
+        from .shared_client import SharedClient
+
+        return SharedClient(self, prefix, at_least)
 
     def close(self) -> None:
         """Close the connections; a call after this is refused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 
 from . import http1
 from .deadline import Deadline
@@ -18,8 +19,11 @@ class Connection:
     def __init__(self, sock: socket.socket, *, tls: bool = False) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Without a timeout of its own: Python would poll before each call, and set it anew each time.
+        sock.settimeout(None if tls else 0)
         self._socket = sock
         self._tls = tls
+        self._readable = _Readable(sock)
         self._incoming = Incoming()
         self._pending: list[memoryview] = []  # of the request under way
         self._failure: OSError | None = None
@@ -61,7 +65,7 @@ class Connection:
 
     def is_idle(self) -> bool:
         """False once the server has closed this end, or sent something that nobody asked for."""
-        return not _wait(self._socket, writing=False, seconds=0)
+        return not self._readable.within(0)
 
     def close(self) -> None:
         self._socket.close()
@@ -77,12 +81,13 @@ class Connection:
         """-> what was not sent, because the server answers first."""
         rest = self._pending
         while rest:
-            self._socket.settimeout(deadline.left())
             if self._tls:
+                self._socket.settimeout(deadline.left())
                 self._socket.sendall(rest.pop(0))
                 continue
-            rest = _drop(rest, self._send_some(rest))
-            if rest and _wait(self._socket, writing=True, seconds=deadline.left()):
+            with suppress(BlockingIOError):  # the server takes no more for now
+                rest = _drop(rest, self._send_some(rest))
+            if rest and _wait(self._socket, deadline.left()):
                 return rest
         return rest
 
@@ -92,8 +97,16 @@ class Connection:
         return self._socket.send(buffers[0])
 
     def _receive(self, target: memoryview, deadline: Deadline) -> int:
-        self._socket.settimeout(deadline.left())
-        return self._socket.recv_into(target)
+        if self._tls:
+            self._socket.settimeout(deadline.left())
+            return self._socket.recv_into(target)
+        while True:
+            if not self._readable.within(deadline.left()):
+                raise TimeoutError
+            try:
+                return self._socket.recv_into(target)
+            except BlockingIOError:
+                continue  # what came was not for the program
 
 
 def _drop(buffers: Sequence[memoryview], sent: int) -> list[memoryview]:
@@ -105,12 +118,28 @@ def _drop(buffers: Sequence[memoryview], sent: int) -> list[memoryview]:
     return []
 
 
-def _wait(sock: socket.socket, *, writing: bool, seconds: float | None) -> bool:
-    """Wait until the socket can be read, or, where `writing`, written; whether it can be read."""
+class _Readable:
+    """Whether a socket can be read, asked of one poll object again and again."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._poll = select.poll() if hasattr(select, "poll") else None
+        if self._poll is not None:
+            self._poll.register(sock, select.POLLIN)
+
+    def within(self, seconds: float | None) -> bool:
+        """Wait for so long at most; None: for ever."""
+        if self._poll is None:
+            return bool(select.select([self._socket], [], [], seconds)[0])
+        return bool(self._poll.poll(None if seconds is None else seconds * 1000))
+
+
+def _wait(sock: socket.socket, seconds: float | None) -> bool:
+    """Wait until the socket can be read or written; whether it can be read."""
     if not hasattr(select, "poll"):
-        readable, _, _ = select.select([sock], [sock] if writing else [], [], seconds)
+        readable, _, _ = select.select([sock], [sock], [], seconds)
         return bool(readable)
     poll = select.poll()
-    poll.register(sock, select.POLLIN | (select.POLLOUT if writing else 0))
+    poll.register(sock, select.POLLIN | select.POLLOUT)
     events = poll.poll(None if seconds is None else seconds * 1000)
     return any(event & ~select.POLLOUT for _, event in events)

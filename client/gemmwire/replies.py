@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from . import errors, wire
@@ -21,7 +21,7 @@ OUTPUT = "y"
 @dataclass(frozen=True)
 class Sent:
     """What an answer must fit: x, its framework and shape, the datatype asked for, the request's id, the
-    outputs' names."""
+    outputs' names. `taken` takes an output from the shared memory that it was asked for in."""
 
     framework: Framework
     x: Any
@@ -29,6 +29,7 @@ class Sent:
     datatype: str
     id: str
     outputs: tuple[str, ...] = (OUTPUT,)
+    taken: Callable[[wire.Shared], wire.Buffer] | None = None
 
 
 def read_answer(reply: Reply, sent: Sent) -> Answer:
@@ -50,6 +51,11 @@ def read_answer(reply: Reply, sent: Sent) -> Answer:
         request_id=response.id,
         outputs=outputs,
     )
+
+
+def read_nothing(reply: Reply) -> None:
+    """Of a reply that says nothing but that it was done. Errors: `ServerError`."""
+    _refuse_error(reply)
 
 
 def read_layers(reply: Reply) -> list[LayerInfo]:
@@ -146,7 +152,9 @@ def _output(response: wire.InferResponse, name: str, sent: Sent) -> wire.Tensor:
         raise _misfit(f"{name} is {y.datatype}, but {sent.datatype} was asked for")
     if len(y.shape) != len(sent.shape) or y.shape[:-1] != sent.shape[:-1]:
         raise _misfit(f"{name} has shape {list(y.shape)}, but x had shape {list(sent.shape)}")
-    return y
+    if (y.shared is not None) != (sent.taken is not None):
+        raise _misfit(f"{name} is not where it was asked for, in the body or in shared memory")
+    return y if y.shared is None or sent.taken is None else replace(y, data=sent.taken(y.shared))
 
 
 def _is_model(entry: object) -> bool:

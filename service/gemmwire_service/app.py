@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -31,11 +32,13 @@ from .protocol import InferRequestForm, InferResponseForm, Problem
 from .refit import Refit
 from .repository import Repository
 from .repository_routes import repository_routes
+from .request_log import log_requests
 from .settings import Settings
 from .shm import Regions
 from .shm_openers import openers_of
 from .shm_routes import shm_routes
 from .status import status_routes
+from .tracing import trace_requests
 from .weights import weights_routes
 
 INFER_PATHS = ("/v2/models/{layer}/infer", "/v2/models/{layer}/versions/{version}/infer")
@@ -94,6 +97,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         engine.start()
         yield
         await engine.stop()
+        await asyncio.to_thread(stop_tracing)
         regions.close()
 
     app = Service(
@@ -103,8 +107,11 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         lifespan=lifespan,
     )
     app.state.engine = engine
+    log_requests(engine.traffic, settings)
+    stop_tracing = trace_requests(engine.traffic, settings.otlp_endpoint)
     app.access = access
-    app.infer = Infer(engine, Limits(settings.max_body_bytes, settings.max_json_bytes), regions)
+    limits = Limits(settings.max_body_bytes, settings.max_json_bytes, settings.max_rows)
+    app.infer = Infer(engine, limits, regions)
     app.endpoint = InferEndpoint(app.infer)
     for path in INFER_PATHS:
         app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))

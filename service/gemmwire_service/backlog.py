@@ -48,6 +48,7 @@ class Item:
     left: bool = False  # nobody waits for it any more
     timer: TimerHandle | None = None  # of its deadline
     times: BatchTimes | None = None  # of the forward that its answer is from
+    held: int = 0  # bytes that are counted for it, its answer's among them
     arrived: int = field(default_factory=time.monotonic_ns)
 
     @property

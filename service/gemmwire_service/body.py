@@ -13,6 +13,7 @@ from gemmwire.wire import WireError
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 _ALIGNMENT = 16  # bytes: what the allocator gives, and the largest item
+_DEFLATE_AT_BEST = 1032
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
@@ -31,13 +32,25 @@ def declared_length(headers: dict[bytes, bytes], limit: int) -> int | None:
     return length
 
 
-async def read_body(receive: Receive, length: int | None, limit: int, offset: int) -> memoryview:
+def uncounted(nbytes: int) -> None:
+    """Of a small body."""
+
+
+async def read_body(
+    receive: Receive,
+    length: int | None,
+    limit: int,
+    offset: int,
+    grow: Callable[[int], None] = uncounted,
+) -> memoryview:
     """-> the body; where the length is declared, byte `offset` (the first tensor) lies at an aligned address.
 
+    `grow` hears how many bytes more are taken for it, before they are, and may raise.
     Errors: `body_too_large` as soon as a chunked body passes the limit; ClientLeft.
     """
     if length is None:
-        return await _read_chunked(receive, limit)
+        return await _read_chunked(receive, limit, grow)
+    grow(length)
     view = aligned(length, offset)
     at = 0
     more = True
@@ -63,18 +76,25 @@ def aligned(length: int, offset: int) -> memoryview:
     return np.empty(pad + length, dtype=np.uint8).data[pad:]
 
 
-async def _read_chunked(receive: Receive, limit: int) -> memoryview:
+async def _read_chunked(receive: Receive, limit: int, grow: Callable[[int], None]) -> memoryview:
     body = bytearray()
     more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise _too_large(len(body), limit)
+        chunk = message.get("body", b"")
+        if len(body) + len(chunk) > limit:
+            raise _too_large(len(body) + len(chunk), limit)
+        grow(len(chunk))
+        body += chunk
         more = message.get("more_body", False)
     return memoryview(body)
+
+
+def most_inflated(size: int, limit: int) -> int:
+    """Bytes that a compressed body can have: deflate shortens to a thousandth."""
+    return min(limit, 64 + _DEFLATE_AT_BEST * size)
 
 
 def decoded(body: memoryview, encoding: bytes | None, limit: int) -> memoryview:

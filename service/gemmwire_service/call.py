@@ -81,6 +81,18 @@ def _is_y_alone(columns: tuple[Columns, ...]) -> bool:
     return len(columns) == 1 and columns[0].name == OUTPUT and columns[0].shared is None
 
 
+def refuse_many_rows(rows: int, limit: int) -> None:
+    """They are computed as one request, during which others wait."""
+    if rows > limit:
+        raise WireError(
+            "rows_too_many",
+            f"x has {rows} rows, the limit is {limit}; send fewer at a time, or raise --max-rows",
+            status=413,
+            expected=f"<= {limit}",
+            got=rows,
+        )
+
+
 def refuse_large_answer(call: Call, spec: LayerSpec, max_body: int, max_json: int) -> None:
     """A small request can ask for a huge answer (N >> K); refuse it before computing it."""
     numbers = call.rows * call.width(spec.n)

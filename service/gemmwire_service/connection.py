@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import Any, cast
 
@@ -22,30 +23,33 @@ from gemmwire.wire import WireError
 from .backlog import Answer, Item
 from .body import aligned
 from .call import Call
-from .errors import EngineError
+from .errors import ConnectionsFull, Draining, EngineError
 from .head import END, START, Head, parse_head
 from .infer import Reply, encodes_elsewhere, error_reply, request_id
 from .lane import Lane
 from .layer import Layer
-from .uvicorn_protocol import UvicornProtocol
+from .patience import Watch
+from .pieces import PiecesTransport
+from .uvicorn_protocol import UvicornProtocol, closing_answer
 
 log = logging.getLogger("gemmwire.http")
 
 _LONGEST_HEAD = 8 << 10
 _JOIN_BELOW = 64 << 10  # one small copy is cheaper than one more system call
+_SURPLUS_S = 1.0  # for a client beyond the bound to send something, so that it hears why it is closed
 
 
 class _Exchange:
     """One request under way: its body as it comes, then its place at the engine."""
 
-    __slots__ = ("began", "body", "call", "head", "item", "layer", "missing")
+    __slots__ = ("began", "body", "call", "coming", "head", "item", "layer", "missing")
 
     def __init__(self, head: Head, layer: Layer) -> None:
         self.head = head
         self.layer = layer
         self.began = time.monotonic_ns()
         self.body = aligned(head.length, head.offset)
-        self.missing = head.length
+        self.missing = self.coming = head.length
         self.call: Call | None = None
         self.item: Item | None = None
 
@@ -66,29 +70,37 @@ class Connection(asyncio.BufferedProtocol):
         self._state = server_state
         self._uvicorn = UvicornProtocol(config, server_state, app_state, _loop)
         self._loop = self._uvicorn.loop
-        self._keep_alive_s = config.timeout_keep_alive
         self._transport: asyncio.Transport
         self._exchange: _Exchange | None = None
         self._early = b""  # what came of the next request before it could be taken
         self._writing = True  # the client reads its answers
         self._closing = False  # the server wants it closed after this answer
-        self._last_active = 0.0
-        self._unread = 0  # bytes of answers, when last looked at
+        self._surplus = False  # beyond the bound of connections: it is answered so, and closed
+        self._unread = 0  # bytes of answers beyond what the transport takes at once
+        self._watch = Watch(lane.patience, self._loop.time())
         self._timer: asyncio.TimerHandle | None = None
 
     # --- the transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        whole = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        by_tls = whole.get_extra_info("sslcontext") is not None
+        self._transport = cast(asyncio.Transport, PiecesTransport(whole, self._recount)) if by_tls else whole
         self._uvicorn.connection_made(self._transport)
         # The server then asks this protocol to shut down, which knows of both kinds of request.
         self._state.connections.discard(self._uvicorn)
         self._state.connections.add(self)  # type: ignore[arg-type]
-        self._last_active = self._loop.time()
-        self._look_in(self._keep_alive_s)
+        if self._lane.connect():
+            self._look_in(self._lane.patience.stall_s)
+        else:
+            self._surplus = True
+            self._look_in(0 if self._lane.overrun else _SURPLUS_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(self)
+        self._lane.connections -= not self._surplus
+        self._lane.surplus -= self._surplus
+        self._count_unread(0)
         if self._timer is not None:
             self._timer.cancel()
         self._early = b""
@@ -97,16 +109,19 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is not None:
             self._lane.begun -= 1
             self._lane.infer.traffic.left += 1
+            self._come(exchange)
             if exchange.item is not None:
                 exchange.item.leave()
         self._uvicorn.connection_lost(exc)
 
     def pause_writing(self) -> None:
         self._writing = False
+        self._recount()
         self._uvicorn.pause_writing()
 
     def resume_writing(self) -> None:
         self._writing = True
+        self._count_unread(0)
         self._uvicorn.resume_writing()
         if self._exchange is None and self._early:
             self._take_early()
@@ -117,34 +132,86 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is None:
             self._uvicorn.shutdown()
 
-    def _look_in(self, seconds: float) -> None:
-        self._timer = self._loop.call_later(seconds, self._close_if_stuck)
+    def end(self) -> None:
+        """Called by the server when its grace is over: what has not come by now is not waited for."""
+        exchange = self._exchange
+        if exchange is not None and exchange.missing:
+            self._closing = True
+            error = Draining("The server shuts down, and the request's rest has not come; send it to another")
+            self._finish(exchange, self._refusal(error, exchange))
+        self._transport.close()
 
-    def _close_if_stuck(self) -> None:
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _recount(self) -> None:
+        if not self._writing:
+            self._count_unread(self._transport.get_write_buffer_size())
+
+    def _count_unread(self, nbytes: int) -> None:
+        self._lane.held.unread += nbytes - self._unread
+        self._unread = nbytes
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
         """End what its client has let rest: between two requests, in the middle of one, or of an answer.
 
         One timer a connection, not one a request.
         """
+        if self._surplus:
+            return self._transport.abort() if self._lane.overrun else self._transport.close()
         now = self._loop.time()
         unread = self._transport.get_write_buffer_size()
-        if unread != self._unread:
-            self._unread, self._last_active = unread, now
-        left = self._keep_alive_s - (now - self._last_active)
+        reading = self._watch.reading(now, unread)
+        left = reading if unread else self._left(now)
         if left > 0:
-            self._look_in(left)
+            self._look_in(min(left, self._lane.patience.stall_s))
         elif unread:
+            self._lane.infer.traffic.reject("answer_unread")
             self._transport.abort()  # closing would wait until all of it is read
-        elif self._awaits_client:
-            self._transport.close()
         else:
-            self._look_in(self._keep_alive_s)
+            self._give_up()
+        return None
 
-    @property
-    def _awaits_client(self) -> bool:
-        if self._exchange is not None:
-            return self._exchange.missing > 0
-        other = self._uvicorn
-        return other.timeout_keep_alive_task is None and (other.idle or other.awaits_client)
+    def _left(self, now: float) -> float:
+        """Seconds that the client may let the connection rest from now; endless while it is our turn."""
+        exchange, other = self._exchange, self._uvicorn
+        if exchange is not None:
+            received = exchange.head.length - exchange.missing
+            return self._watch.sending(now, exchange.began / 1e9, received) if exchange.missing else math.inf
+        if other.awaits_client:
+            return self._watch.sending(now, other.began, other.received)
+        if other.idle and other.timeout_keep_alive_task is None:  # else it has a timer of its own
+            return self._watch.idle(now)
+        return math.inf
+
+    def _give_up(self) -> None:
+        """Close; where that is in the middle of a request, with an answer that says why."""
+        exchange, patience = self._exchange, self._lane.patience
+        error = WireError(
+            "body_stalled",
+            f"Nothing more of the request came for {patience.stall_s:g} seconds, or it came slower than "
+            f"{patience.bytes_per_s} bytes a second on the whole; send it again, in one go",
+            status=408,
+        )
+        if exchange is not None:
+            self._closing = True
+            return self._finish(exchange, self._refusal(error, exchange))
+        if self._uvicorn.awaits_client:
+            self._lane.infer.traffic.reject(error.code)
+        return self._uvicorn.give_up(error)
+
+    def _turn_away(self) -> None:
+        error = ConnectionsFull(
+            f"{self._lane.most} clients are connected, which is the bound; close connections that are not "
+            "used, try again later, or raise --max-connections",
+            expected=f"<= {self._lane.most}",
+        )
+        self._lane.infer.traffic.reject(error.code)
+        self._transport.write(closing_answer(error))
+        self._transport.close()
 
     # --- reading ---
 
@@ -153,9 +220,11 @@ class Connection(asyncio.BufferedProtocol):
         return exchange.rest() if exchange is not None and exchange.missing else self._lane.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._last_active = self._loop.time()
+        self._watch.active = self._loop.time()
         exchange = self._exchange
-        if exchange is None:
+        if self._surplus:
+            self._turn_away()
+        elif exchange is None:
             self._receive(self._lane.buffer[:nbytes])
         elif exchange.missing:
             exchange.missing -= nbytes
@@ -172,7 +241,7 @@ class Connection(asyncio.BufferedProtocol):
         """Bytes that came while no request of this path was under way."""
         if not self._writing:
             return self._keep(data)
-        if self._uvicorn.idle and data[: len(START)] == START:
+        if self._lane.takes_infer and self._uvicorn.idle and data[: len(START)] == START:
             start = bytes(data[:_LONGEST_HEAD])
             end = start.find(END) + len(END)
             head = parse_head(start[:end]) if end >= len(END) else None
@@ -185,7 +254,7 @@ class Connection(asyncio.BufferedProtocol):
         """The layer, if the body is to be read; where it is not, the ASGI app says why."""
         if head.length > self._lane.infer.limits.body_bytes or self._transport.is_closing():
             return None
-        if not self._lane.access.takes_infer(head.headers):
+        if not self._lane.access.takes_infer(head.headers) or not self._lane.held.fits(head.length):
             return None
         try:
             return self._lane.infer.layer(head.layer, head.version)
@@ -196,6 +265,7 @@ class Connection(asyncio.BufferedProtocol):
         self._uvicorn.take_over()
         self._exchange = exchange
         self._lane.begin(self)
+        self._lane.held.receiving += exchange.coming
         taken = min(len(data), exchange.missing)
         exchange.body[:taken] = data[:taken]
         exchange.missing -= taken
@@ -218,8 +288,14 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- answering ---
 
+    def _come(self, exchange: _Exchange) -> None:
+        """Its body is here, or will not be."""
+        self._lane.held.receiving -= exchange.coming
+        exchange.coming = 0
+
     def _compute(self, exchange: _Exchange) -> None:
         infer, layer = self._lane.infer, exchange.layer
+        self._come(exchange)
         try:
             call = exchange.call = infer.call(exchange.body, exchange.head.headers, layer)
             if call.rows:
@@ -268,9 +344,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is not exchange:
             return  # the client left while the reply was made
         self._exchange = None
+        self._come(exchange)
         self._lane.begun -= 1
         self._state.total_requests += 1
-        self._last_active = self._loop.time()
+        self._watch.active = self._loop.time()
         keep_alive = exchange.head.keep_alive and not self._closing
         self._lane.send(
             self._transport, self._message(reply, exchange.head, keep_alive), close=not keep_alive

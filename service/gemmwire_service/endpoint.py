@@ -12,9 +12,10 @@ from gemmwire import wire
 from gemmwire.wire import WireError
 
 from .backlog import Answer, Item
-from .body import ClientLeft, Receive, declared_length, decoded, read_body
+from .body import ClientLeft, Receive, declared_length, decoded, most_inflated, read_body
 from .call import Call
 from .errors import EngineError
+from .held import Coming
 from .infer import (
     HEADER_LENGTH,
     PARSE_ELSEWHERE_FROM,
@@ -66,18 +67,20 @@ class InferEndpoint:
 
     async def _answer(self, path: dict[str, str], headers: Headers, receive: Receive, visit: _Visit) -> Reply:
         layer = visit.layer = self._infer.layer(path["layer"], path.get("version"))
-        call = await self._read(headers, receive, layer)
+        with self._infer.held.coming() as coming:
+            call = await self._read(headers, receive, layer, coming)
         answer = await self._compute(call, layer, receive, visit) if call.rows else None
         if encodes_elsewhere(call, layer):
             return await asyncio.to_thread(self._infer.reply, call, layer, answer, path.get("version"))
         return self._infer.reply(call, layer, answer, path.get("version"))
 
-    async def _read(self, headers: Headers, receive: Receive, layer: Layer) -> Call:
+    async def _read(self, headers: Headers, receive: Receive, layer: Layer, coming: Coming) -> Call:
         limit = self._infer.limits.body_bytes
         declared = declared_length(headers, limit)
-        body = await read_body(receive, declared, limit, tensor_offset(headers))
+        body = await read_body(receive, declared, limit, tensor_offset(headers), coming.grow)
         encoding = headers.get(b"content-encoding")
         if encoding is not None:
+            coming.grow(most_inflated(len(body), limit))
             body = await asyncio.to_thread(decoded, body, encoding, limit)
         length = wire.header_length(headers.get(HEADER_LENGTH), len(body))
         if (len(body) if length is None else length) < PARSE_ELSEWHERE_FROM:

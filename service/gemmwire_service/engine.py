@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
-from gemmwire.wire import Tensor
+from gemmwire.wire import ITEMSIZE, Tensor
 
 from .backlog import Answer, Item
 from .device import Device, Job
 from .done import Done
 from .errors import DeadlineExceeded, DeviceFailed, DeviceLost, Draining, NotReady, QueueFull
+from .held import Held
 from .here import Here
 from .layer import Layer
 from .traffic import Traffic
 
 log = logging.getLogger("gemmwire.engine")
+
+_ANY = 1 << 62
 
 
 class State(Enum):
@@ -43,6 +46,7 @@ class Engine:
         *,
         max_queue: int,
         max_queue_bytes: int,
+        max_queue_rows: int = _ANY,
         on_loaded: Callable[[Engine], None] | None = None,
     ) -> None:
         self.layers: dict[str, Layer] = {}
@@ -51,10 +55,10 @@ class Engine:
         self.traffic = Traffic()
         self.waiting = 0
         self.waiting_rows = 0
-        self.waiting_bytes = 0
+        self.held = Held(max_queue_bytes)
         self._jobs = 0  # posted and not done
         self._max_queue = max_queue
-        self._max_queue_bytes = max_queue_bytes
+        self._max_queue_rows = max_queue_rows
         self._new: list[Item] = []  # submitted in this turn of the event loop
         self._device = make_device(self._report)
         self._here = Here(self._device, self._finish, self._put)
@@ -144,6 +148,11 @@ class Engine:
         return item
 
     @property
+    def waiting_bytes(self) -> int:
+        """Of the requests that wait, and of the answers they will have."""
+        return self.held.waiting
+
+    @property
     def device(self) -> Device:
         """What runs on it belongs into a job."""
         return self._device
@@ -217,16 +226,18 @@ class Engine:
                 expected=f"< {self._max_queue}",
                 got=self.waiting,
             )
-        if self.waiting and self.waiting_bytes + item.nbytes > self._max_queue_bytes:
+        if self.waiting and self.waiting_rows + item.rows > self._max_queue_rows:
             raise QueueFull(
-                f"{self.waiting_bytes} bytes are waiting and {item.nbytes} more pass the bound of "
-                f"{self._max_queue_bytes}; try again later, or raise --max-queue-bytes",
-                expected=f"<= {self._max_queue_bytes}",
-                got=self.waiting_bytes + item.nbytes,
+                f"{self.waiting_rows} rows wait and {item.rows} more pass the bound of "
+                f"{self._max_queue_rows}; try again later, or raise --max-queue-rows",
+                expected=f"<= {self._max_queue_rows}",
+                got=self.waiting_rows + item.rows,
             )
+        item.held = item.nbytes + item.rows * item.layer.spec.n * ITEMSIZE[item.datatype]
+        self.held.refuse(item.held)
         self.waiting += 1
         self.waiting_rows += item.rows
-        self.waiting_bytes += item.nbytes
+        self.held.waiting += item.held
 
     # --- answers ---
 
@@ -244,7 +255,7 @@ class Engine:
         for item in done.items:
             self.waiting -= 1
             self.waiting_rows -= item.rows
-            self.waiting_bytes -= item.nbytes
+            self.held.waiting -= item.held
         if done.times is not None:
             done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
             self.traffic.count_forwards(done, done.times)

@@ -8,6 +8,7 @@
     └── EngineError        see engine errors: each has its HTTP status
         ├── NotReady       503  the layers are still being loaded
         ├── QueueFull      503  the waiting line is at its bound
+        ├── ConnectionsFull 503 as many clients are connected as may be
         ├── Draining       503  the server is shutting down
         ├── DeadlineExceeded 504  the caller's deadline passed before an answer
         ├── DeviceFailed   500  the device raised while it computed this request
@@ -69,6 +70,11 @@ class NotReady(EngineError):
 
 class QueueFull(EngineError):
     code = "queue_full"
+    status = 503
+
+
+class ConnectionsFull(EngineError):
+    code = "connections_full"
     status = 503
 
 

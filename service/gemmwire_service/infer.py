@@ -17,7 +17,7 @@ from gemmwire.wire import WireError
 
 from .backends.base import LayerSpec
 from .backlog import Answer, Item
-from .call import Call, read_call, refuse_large_answer
+from .call import Call, read_call, refuse_large_answer, refuse_many_rows
 from .engine import Engine
 from .errors import EngineError, KeyRefused
 from .inputs import INPUT
@@ -47,6 +47,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 class Limits:
     body_bytes: int
     json_bytes: int
+    rows: int
 
 
 class Reply(NamedTuple):
@@ -65,6 +66,7 @@ class Infer:
         self.limits = limits
         self.regions = regions
         self.traffic = engine.traffic
+        self.held = engine.held
         self._engine = engine
         self._wire_limits = wire.Limits(json_bytes=limits.json_bytes)
         self._calls: dict[Known, Call] = {}
@@ -122,6 +124,7 @@ class Infer:
         if shared:
             request = fetch(request, self.regions, self.limits.body_bytes)
         call = read_call(request, layer.spec, _timeout(timeout))
+        refuse_many_rows(call.rows, self.limits.rows)
         refuse_large_answer(call, layer.spec, self.limits.body_bytes, self.limits.json_bytes)
         return hold(call, self.regions) if shared else call
 

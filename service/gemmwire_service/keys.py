@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import SettingsError
+
+log = logging.getLogger("gemmwire.access")
 
 INFER, ADMIN = "infer", "admin"
 SCOPES = (INFER, ADMIN)
@@ -81,6 +86,8 @@ def read_keys(path: str) -> Keys:
     try:
         with Path(path).open("rb") as file:
             content = file.read(LONGEST_FILE + 1)
+            if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                log.warning("everybody on this machine can write to the key file %s: chmod o-w", path)
         text = content.decode("ascii")
     except OSError as error:
         raise SettingsError(

@@ -11,18 +11,31 @@ from gemmwire import wire
 
 from .access import Access
 from .infer import Infer
+from .patience import Patience
 
 log = logging.getLogger("gemmwire.http")
 
 _READ = 256 << 10  # bytes of one read while no body is expected
+_MOST_SURPLUS = 64  # connections beyond the bound that are kept for a moment, to be told
 
 
 class Lane:
-    """The steps of infer, the buffer for reading, and what is to be sent."""
+    """The steps of infer, the buffer for reading, and what is to be sent.
 
-    def __init__(self, infer: Infer, access: Access) -> None:
+    `takes_infer`: from the socket; else all requests go through ASGI, and only connections are seen to here.
+    """
+
+    def __init__(
+        self, infer: Infer, access: Access, patience: Patience, *, most: int, takes_infer: bool
+    ) -> None:
         self.infer = infer
         self.access = access
+        self.patience = patience
+        self.held = infer.held
+        self.takes_infer = takes_infer
+        self.most = most
+        self.connections = 0
+        self.surplus = 0
         self.begun = 0  # requests whose head has come and whose answer has not left
         self.alone = False  # the last two requests came from one connection: nobody else's is to be expected
         self._last: object = None
@@ -32,6 +45,18 @@ class Lane:
         self._gathered: list[tuple[asyncio.Transport, list[wire.Buffer], bool]] = []
         # A read is consumed before the event loop makes the next one, so that one buffer serves them all.
         self.buffer = memoryview(bytearray(_READ))
+
+    def connect(self) -> bool:
+        """Whether one more connection is within the bound; both are counted, each until it is lost."""
+        if self.connections < self.most:
+            self.connections += 1
+            return True
+        self.surplus += 1
+        return False
+
+    @property
+    def overrun(self) -> bool:
+        return self.surplus > _MOST_SURPLUS
 
     def begin(self, connection: object) -> None:
         self.begun += 1

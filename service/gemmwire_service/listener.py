@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from .errors import SettingsError
+
+log = logging.getLogger("gemmwire")
 
 BACKLOG = 2048
 _UNIX_MODE = 0o660  # who may connect: the owner and the group
@@ -38,6 +42,25 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise _refused(host, port, error) from None
     return listener
+
+
+def allow_files(count: int) -> None:
+    """Raise this process's bound of open files to so many, as far as it may; the log says what is missing.
+
+    Without, the system would refuse connections before the service does, and say nothing to the client.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < count:
+        log.warning(
+            "this process may open %d files, %d fewer than --max-connections takes: raise its hard limit "
+            "(ulimit -n), or lower --max-connections",
+            most,
+            count - most,
+        )
 
 
 def is_loopback(listener: socket.socket) -> bool:

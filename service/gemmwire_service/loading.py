@@ -32,6 +32,7 @@ def make_engine(
         loader.load_all,
         max_queue=settings.max_queue,
         max_queue_bytes=settings.max_queue_bytes,
+        max_queue_rows=settings.max_queue_rows,
         on_loaded=on_loaded,
     )
     return engine, loader, str(device), ladder

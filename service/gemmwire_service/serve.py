@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from .errors import ServiceError, SettingsError
-from .listener import bind, is_loopback, unix_listener, url
+from .listener import allow_files, bind, is_loopback, unix_listener, url
+from .logs import configure, with_facts
 from .settings import Settings
 from .tls import Certificate, certificate_of
 
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gemmwire")
 
+_OTHER_FILES = 256  # beside connections: weights, caches, libraries, clients beyond the bound
+
 
 def serve(settings: Settings) -> int:
     """Run until SIGINT or SIGTERM. Errors: SettingsError, before anything is loaded."""
     began = time.monotonic()
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure(settings)
     certificate = certificate_of(settings.tls_cert, settings.tls_key)
+    allow_files(settings.max_connections + _OTHER_FILES)
     with ExitStack() as stack:
         listeners = [bind(settings.host, settings.port)]
         if not is_loopback(listeners[0]):
@@ -72,7 +74,12 @@ def _run(
         if engine.failure is not None:
             server.should_exit = True
         elif not server.should_exit:
-            announce(engine, where, time.monotonic() - began, app.access.by_key)
+            seconds = time.monotonic() - began
+            if settings.log_format == "json":
+                facts = {"url": where, "layers": len(engine.layers), "seconds": round(seconds, 3)}
+                log.info("ready on %s", where, extra=with_facts(facts))
+            else:
+                announce(engine, where, seconds, app.access.by_key)
 
     app = create_app(settings, on_loaded)
     server = make_server(app, settings)

@@ -14,22 +14,36 @@ from .app import Service
 from .connection import Connection
 from .lane import Lane
 from .listener import BACKLOG
+from .patience import Patience
+from .request_log import LoggedRoutes
 from .settings import Settings
-from .uvicorn_protocol import UvicornProtocol
 
-# Longer than the pools of common clients and proxies keep a connection, so that they close it, not we.
-KEEP_ALIVE_S = 75
+LAST_S = 0.2  # for the last answers to leave
 GRACE_S = 10  # for requests under way when the server is told to stop; a half-sent one would hold it for ever
 
 
 class Server(uvicorn.Server):
-    """TLS is for the port: a Unix socket is reached from this machine alone, where clients speak none."""
+    """One that leaves no connection behind when the grace is over.
+
+    TLS is for the port: a Unix socket is reached from this machine alone, where clients speak none.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         given = sockets or []
         local = [each for each in given if each.family == getattr(socket, "AF_UNIX", None)]
         await super().startup([each for each in given if each not in local])
         self.servers += [await self._listen(each) for each in local]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        left = cast(list[Connection], list(self.server_state.connections))
+        for connection in left:
+            connection.end()
+        if left:
+            await asyncio.sleep(LAST_S)
+        for connection in cast(list[Connection], list(self.server_state.connections)):
+            connection.abort()
+        await asyncio.sleep(0)  # in which they are lost
 
     async def _listen(self, unix: socket.socket) -> asyncio.Server:
         protocol = partial(
@@ -43,11 +57,17 @@ class Server(uvicorn.Server):
 
 def make_server(app: Service, settings: Settings) -> uvicorn.Server:
     """Infer is taken from the socket, unless a setting or a middleware, which must see it, forbids."""
-    lane = Lane(app.infer, app.access) if settings.fast_path and not app.user_middleware else None
+    lane = Lane(
+        app.infer,
+        app.access,
+        Patience(settings.keep_alive_s, settings.stall_s, settings.min_bytes_per_s),
+        most=settings.max_connections,
+        takes_infer=settings.fast_path and not app.user_middleware,
+    )
     server = Server(
         uvicorn.Config(
-            app,
-            http=_protocol(lane),
+            LoggedRoutes(app) if settings.access_log else app,
+            http=cast(type[asyncio.Protocol], partial(Connection, lane)),
             ws="none",
             log_config=None,
             log_level="warning" if settings.log_level == "info" else settings.log_level,
@@ -55,26 +75,21 @@ def make_server(app: Service, settings: Settings) -> uvicorn.Server:
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
             proxy_headers=False,  # nothing here asks who the client is
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=settings.keep_alive_s,
             backlog=BACKLOG,
             ssl_certfile=settings.tls_cert or None,
             ssl_keyfile=settings.tls_key or None,
         )
     )
     app.state.lane = lane
-    if lane is not None:
+    if lane.takes_infer:
         app.state.engine.answering = lane
     app.state.engine.alone = partial(_alone, server.server_state.tasks, lane)
     return server
 
 
-def _alone(tasks: set[asyncio.Task[None]], lane: Lane | None) -> bool:
+def _alone(tasks: set[asyncio.Task[None]], lane: Lane) -> bool:
     """Whether the request at the engine is the only one, and no other client's is to be expected."""
-    if lane is None:
+    if not lane.takes_infer:
         return len(tasks) == 1
     return len(tasks) + lane.begun == 1 and lane.alone
-
-
-def _protocol(lane: Lane | None) -> type[asyncio.Protocol]:
-    """What uvicorn calls for every connection."""
-    return UvicornProtocol if lane is None else cast(type[asyncio.Protocol], partial(Connection, lane))

@@ -28,6 +28,7 @@ _LARGEST_RANDOM = 1 << 31
 _RANDOM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+LogFormat = Literal["text", "json"]
 Texts = Annotated[tuple[str, ...], NoDecode]
 
 
@@ -106,7 +107,23 @@ class Settings(BaseSettings):
     )
     max_json_bytes: int = Field(2 << 20, ge=1024, description="largest JSON part of a request or an answer")
     max_queue: int = Field(1024, ge=1, description="requests that may wait; one more is answered 503")
-    max_queue_bytes: int = Field(1 << 30, ge=1024, description="bytes of tensors that may wait")
+    max_queue_rows: int = Field(1 << 20, ge=1, description="rows that may wait; beyond them 503")
+    max_queue_bytes: int = Field(
+        2 << 30,
+        ge=1024,
+        description="bytes of requests that come or wait and of their answers, until they are read",
+    )
+    max_rows: int = Field(65536, ge=1, description="rows of one request")
+    max_connections: int = Field(1024, ge=1, description="clients at one time; one more is answered 503")
+    keep_alive_s: int = Field(75, ge=1, description="seconds that a connection may rest between two requests")
+    stall_s: float = Field(
+        30, gt=0, description="seconds that a client may let a request, or the reading of an answer, rest"
+    )
+    min_bytes_per_s: int = Field(
+        128 << 10,
+        ge=1,
+        description="a client that sends or reads slower on the whole is cut off; it has --stall-s more",
+    )
     fast_path: bool = Field(
         True, description="take infer requests from the socket, past ASGI; the answers are the same"
     )
@@ -130,11 +147,26 @@ class Settings(BaseSettings):
         description="folder to keep quantized weights in for the next start, half the size of a BF16 model",
     )
     log_level: LogLevel = Field("info", description="critical, error, warning, info or debug")
+    log_format: LogFormat = Field("text", description="text, or json: one object a line")
+    access_log: bool = Field(False, description="a line for every request")
+    slow_request_ms: int = Field(
+        1000, ge=0, description="an infer request that takes so long is logged, as all that fail are; 0: none"
+    )
+    otlp_endpoint: str = Field(
+        "", description="URL of an OpenTelemetry collector (OTLP over HTTP) to send spans to; empty: off"
+    )
 
     @field_validator("model", "reference", "fuse", "random_layer", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _otlp_endpoint(cls, value: str) -> str:
+        if value and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+            raise ValueError("it must be a URL, as http://127.0.0.1:4318")
+        return value
 
     @field_validator("device")
     @classmethod

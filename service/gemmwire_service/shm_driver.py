@@ -11,7 +11,8 @@ from gemmwire.wire import Buffer
 from .driver import LIBRARY, Call, bind, error_of
 
 _LAZY_PEER_ACCESS = 1
-_Pointer, _Size = ctypes.c_uint64, ctypes.c_size_t
+_NON_BLOCKING = 1
+_Pointer, _Host, _Size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
 
 
 class _Handle(ctypes.Structure):
@@ -25,14 +26,16 @@ class DriverDevice:
         self.index = index
         self._library = ctypes.CDLL(LIBRARY)
         self._context = ctypes.c_void_p()
+        self._stream = ctypes.c_void_p()  # of its own: that of all would wait for the others, and they for it
         pointer = ctypes.POINTER
         self._push = self._bind("cuCtxPushCurrent_v2", ctypes.c_void_p)
         self._pop = self._bind("cuCtxPopCurrent_v2", pointer(ctypes.c_void_p))
         self._open = self._bind("cuIpcOpenMemHandle_v2", pointer(_Pointer), _Handle, ctypes.c_uint)
         self._close = self._bind("cuIpcCloseMemHandle", _Pointer)
         self._range = self._bind("cuMemGetAddressRange_v2", pointer(_Pointer), pointer(_Size), _Pointer)
-        self._to_host = self._bind("cuMemcpyDtoH_v2", ctypes.c_void_p, _Pointer, _Size)
-        self._to_device = self._bind("cuMemcpyHtoD_v2", _Pointer, ctypes.c_void_p, _Size)
+        self._to_host = self._bind("cuMemcpyDtoHAsync_v2", _Host, _Pointer, _Size, ctypes.c_void_p)
+        self._to_device = self._bind("cuMemcpyHtoDAsync_v2", _Pointer, _Host, _Size, ctypes.c_void_p)
+        self._finish = self._bind("cuStreamSynchronize", ctypes.c_void_p)
 
     def open(self, handle: bytes) -> int:
         address = _Pointer()
@@ -52,7 +55,8 @@ class DriverDevice:
         if target.nbytes:
             host = ctypes.addressof(ctypes.c_char.from_buffer(target))
             with self._current():
-                self._check("cuMemcpyDtoH", self._to_host(host, address, target.nbytes))
+                self._check("cuMemcpyDtoH", self._to_host(host, address, target.nbytes, self._stream))
+                self._check("cuStreamSynchronize", self._finish(self._stream))
 
     def write(self, address: int, data: Buffer) -> None:
         view = memoryview(data).cast("B")
@@ -60,7 +64,9 @@ class DriverDevice:
             source = view if not view.readonly else memoryview(bytearray(view))
             host = ctypes.addressof(ctypes.c_char.from_buffer(source))
             with self._current():
-                self._check("cuMemcpyHtoD", self._to_device(address, host, view.nbytes))
+                self._check("cuMemcpyHtoD", self._to_device(address, host, view.nbytes, self._stream))
+                # Without it a small copy returns before it is made, and the owner may be told too early.
+                self._check("cuStreamSynchronize", self._finish(self._stream))
 
     def close(self, address: int) -> None:
         with self._current():
@@ -84,6 +90,12 @@ class DriverDevice:
         self._check("cuDeviceGet", get(device, self.index))
         retain = self._bind("cuDevicePrimaryCtxRetain", ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
         self._check("cuDevicePrimaryCtxRetain", retain(self._context, device.value))
+        self._check("cuCtxPushCurrent", self._push(self._context))
+        make = self._bind("cuStreamCreate", ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
+        try:
+            self._check("cuStreamCreate", make(self._stream, _NON_BLOCKING))
+        finally:
+            self._pop(ctypes.c_void_p())
 
     def _bind(self, name: str, *types: type) -> Call:
         return bind(self._library, name, *types)

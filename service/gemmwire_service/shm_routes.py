@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.params import Depends
 from pydantic import BaseModel
 
 from gemmwire.wire import WireError
@@ -21,11 +20,9 @@ _STATUS: Mapping[str, Any] = {"system": list[SystemRegion], "cuda": list[CudaReg
 _PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (400, 404, 409, 503)}
 
 
-def shm_routes(
-    regions: Regions, openers: Sequence[Opener], dependencies: Sequence[Depends] = ()
-) -> APIRouter:
-    """`dependencies` guard every route. A kind that is not offered has no regions, and takes none."""
-    routes = APIRouter(dependencies=list(dependencies))
+def shm_routes(regions: Regions, openers: Sequence[Opener]) -> APIRouter:
+    """A kind that is not offered has no regions, and takes none."""
+    routes = APIRouter()
     by_kind = {opener.kind: opener for opener in openers}
     for kind in _FORMS:
         _add(routes, kind, regions, by_kind.get(kind))

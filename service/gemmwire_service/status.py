@@ -72,6 +72,7 @@ def policy(page: str) -> str:
 def document(engine: Engine, device: str, buckets: tuple[int, ...], settings: Settings) -> dict[str, Any]:
     """Counts are since the start; the page has rates from the difference of two of these. Times in us."""
     traffic = engine.traffic
+    traffic.count_answers()
     return {
         "version": __version__,
         "state": engine.state.value,

@@ -1,7 +1,8 @@
 """What the server has done since it started, whichever layers it serves by now.
 
-Counted on the event loop alone and in plain numbers, so that a request pays a microsecond for it and nothing
-needs a lock. `metrics` and `status` make documents of it when they are asked.
+Counted on the event loop alone and in plain numbers, so that nothing needs a lock. Answers are counted some
+at a time: one by one, each would find the counters out of the processor's caches, and pay for it (4 us of a
+request instead of 2.5). `metrics` and `status` make documents of it when they are asked.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ BOUNDS = (*(each * step // 2 for each in _DECADES for step in (2, 5, 10)), 10_00
 STAGES = ("receive", "queue", "device", "send", "total")
 _NEVER = 1 << 63
 _MOST_REASONS = 64  # the codes of all errors are fewer
+_AT_ONCE = 8  # answers that are counted together
 _RECENT = 20  # refusals that are told one by one
 
 
@@ -135,6 +137,9 @@ class Traffic:
     began: float = field(default_factory=time.time)
     watch_from_ns: int = _NEVER
     watchers: list[Callable[[Finished], None]] = field(default_factory=list)
+    # Answers that are not counted yet: the codes to count it among, its status, and when it began, arrived at
+    # the engine, was computed and ended.
+    _answered: list[tuple[dict[int, int], int, int, int, BatchTimes, int]] = field(default_factory=list)
 
     def watch(self, watcher: Callable[[Finished], None], from_ns: int) -> None:
         """`watcher` may hear of more than it asked for: of what another watches."""
@@ -152,16 +157,29 @@ class Traffic:
     ) -> None:
         """An infer request has its answer; `layer` None where it named none that is served."""
         now = time.monotonic_ns()
-        of_layer = self.unserved if layer is None else layer.stats.codes
-        of_layer[status] = of_layer.get(status, 0) + 1
-        self.codes[status] = self.codes.get(status, 0) + 1
-        if reason:
-            self.reject(reason)
-            self.recent.append(Refused(time.time(), layer.name if layer else "", status, reason))
-        elif item is not None and item.times is not None:
-            self.stages.add(began, item.arrived, item.times, now)
+        codes = self.unserved if layer is None else layer.stats.codes
+        if item is None or item.times is None or reason:
+            self._count_code(codes, status)
+            if reason:
+                self.reject(reason)
+                self.recent.append(Refused(time.time(), layer.name if layer else "", status, reason))
+        else:
+            self._answered.append((codes, status, began, item.arrived, item.times, now))
+            if len(self._answered) >= _AT_ONCE:
+                self.count_answers()
         if now - began >= self.watch_from_ns or status >= 500:
             self._tell(Finished(layer.name if layer else "", status, reason, headers, began, now, item))
+
+    def count_answers(self) -> None:
+        """To be called before the numbers are read."""
+        answered, self._answered = self._answered, []
+        for codes, status, began, arrived, times, ended in answered:
+            self._count_code(codes, status)
+            self.stages.add(began, arrived, times, ended)
+
+    def _count_code(self, codes: dict[int, int], status: int) -> None:
+        codes[status] = codes.get(status, 0) + 1
+        self.codes[status] = self.codes.get(status, 0) + 1
 
     def reject(self, reason: str) -> None:
         if reason not in self.rejects and len(self.rejects) >= _MOST_REASONS:
@@ -176,7 +194,7 @@ class Traffic:
         of_bucket.count += done.forwards
         of_bucket.requests += len(items)
         of_bucket.rows += items[0].rows if len(items) == 1 else sum([item.rows for item in items])
-        of_bucket.ns += times.device
+        of_bucket.ns += times.compute_input + times.compute_infer + times.compute_output
 
     def _tell(self, finished: Finished) -> None:
         for watcher in self.watchers:

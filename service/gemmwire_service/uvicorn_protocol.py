@@ -6,13 +6,17 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gemmwire.wire import WireError
 
+from .errors import EngineError
 from .infer import error_reply
 
 LONGEST_HEAD = 64 << 10  # bytes of a head, or of what describes a chunked body
 
 
 class UvicornProtocol(HttpToolsProtocol):
+    began = 0.0  # when the message under way did, on the event loop's clock
+    received = 0  # bytes of its body
     _in_message = False
+    _has_head = False
     _got_on = False
     _deaf = False  # what else comes has no meaning
     _stuck = 0  # bytes since the parser last came to the end of a head, a piece of a body or a message
@@ -26,7 +30,7 @@ class UvicornProtocol(HttpToolsProtocol):
         self._stuck = 0 if self._got_on else self._stuck + len(data)
         if self._stuck > LONGEST_HEAD and not self.transport.is_closing():
             if self.between_answers:
-                self.transport.write(_too_large())
+                self.transport.write(closing_answer(_too_large()))
             self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -38,14 +42,18 @@ class UvicornProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_message = True
+        self._has_head = False
+        self.began, self.received = self.loop.time(), 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._got_on = True
+        self._has_head = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._got_on = True
+        self.received += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -64,21 +72,38 @@ class UvicornProtocol(HttpToolsProtocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the rest of a request is to come, and would be read."""
-        return self._in_message and not self.flow.read_paused
+        """Whether the rest of a request is to come, and would be read, with no answer before its own."""
+        in_turn = self._has_head or self.between_answers
+        return self._in_message and in_turn and not self.flow.read_paused
+
+    def give_up(self, error: WireError) -> None:
+        """Close on a client that lets its request rest, and say why unless that has an answer already."""
+        if self.awaits_client:
+            if not self._has_head:
+                self.transport.write(closing_answer(error))
+            elif not self.cycle.response_started:
+                self.cycle.disconnected = True  # what the app answers now is dropped
+                self.transport.write(closing_answer(error))
+        self.transport.close()
 
     def take_over(self) -> None:
         """Another answers the connection's next request; this one's timer must not close it."""
         self._unset_keepalive_if_required()
 
 
-def _too_large() -> bytes:
-    error = WireError(
+def closing_answer(error: WireError | EngineError) -> bytes:
+    """The answer of an error, outside of any request, after which the connection is closed."""
+    reply = error_reply(error, {})
+    body = b"".join(reply.buffers)
+    fields = {**reply.headers, "content-length": str(len(body)), "connection": "close"}
+    lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+    return STATUS_LINE[reply.status] + f"{lines}\r\n".encode() + body
+
+
+def _too_large() -> WireError:
+    return WireError(
         "head_too_large",
         f"The request's head has more than {LONGEST_HEAD} bytes; send fewer or shorter header fields",
         status=431,
         expected=f"<= {LONGEST_HEAD} bytes",
     )
-    body = b"".join(error_reply(error, {}).buffers)
-    fields = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-    return STATUS_LINE[431] + fields + body

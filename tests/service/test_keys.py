@@ -130,3 +130,13 @@ def test_the_command_spoils_no_file(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         new_key.main(["k", "--file", str(other)])
     assert other.read_text() == "something else"
+
+
+def test_a_file_that_everybody_may_write_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys"
+    new_key.main(["k", "--file", str(path)])
+    read_keys(str(path))
+    assert not caplog.text
+    path.chmod(0o666)
+    read_keys(str(path))
+    assert "can write to the key file" in caplog.text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from pathlib import Path
 
 import pytest
 
 from gemmwire_service.errors import SettingsError
-from gemmwire_service.listener import bind, is_loopback, unix_listener, url
+from gemmwire_service.listener import allow_files, bind, is_loopback, unix_listener, url
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,20 @@ def test_a_path_that_cannot_be_a_socket_is_refused(tmp_path: Path, name: str, wh
     with pytest.raises(SettingsError, match=why), unix_listener(str(tmp_path / name)):
         pass
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_as_many_files_are_allowed_as_connections_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards: clients that the system drops without a word, below the service's own bound."""
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    allow_files(1000)
+    assert limits == [(1024, 4096)]
+    allow_files(2000)
+    assert limits[-1] == (2000, 4096)
+    assert not caplog.text
+    allow_files(5000)
+    assert limits[-1] == (4096, 4096)
+    assert "904 fewer than --max-connections takes" in caplog.text

@@ -19,6 +19,7 @@ from scraped import Scrape, change
 from serving import Served, hold, serving, settings, until
 
 K = 128
+N = 64
 STAGES = ("receive", "queue", "device", "send")
 
 
@@ -138,7 +139,7 @@ def test_the_queue_is_told_in_requests_rows_and_bytes(server: Served) -> None:
         gate.set()
         assert [each.result().status for each in calls] == [200, 200]
     depth = {name: held.value(f"gemmwire_queue_{name}") for name in names}
-    assert depth == {"requests": 2, "rows": 6, "bytes": 6 * K * 2}
+    assert depth == {"requests": 2, "rows": 6, "bytes": 6 * (K + N) * 2}
     after = Scrape(server)
     assert [after.value(f"gemmwire_queue_{name}") for name in names] == [0, 0, 0]
 

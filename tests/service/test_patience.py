@@ -19,13 +19,18 @@ CHUNKED = (
 )
 
 
-@pytest.fixture(scope="module")
-def hasty(checkpoint: object) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=(True, False), ids=("fast-path", "asgi"))
+def hasty(checkpoint: object, request: pytest.FixtureRequest) -> Iterator[Served]:
     """Lets a connection rest for a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gemmwire_service.server.KEEP_ALIVE_S", 1)
-        with serving(settings(model=(f"m={checkpoint}",), random_layer=("tall=200000x32",))) as served:
-            yield served
+    options = settings(
+        model=(f"m={checkpoint}",),
+        random_layer=("tall=200000x32",),
+        keep_alive_s=1,
+        stall_s=1,
+        fast_path=request.param,
+    )
+    with serving(options) as served:
+        yield served
 
 
 def test_an_idle_connection_is_closed_and_a_used_one_is_not(hasty: Served) -> None:

@@ -175,3 +175,32 @@ def test_files_that_are_no_certificate_are_refused_at_once(certificate: Path, tm
         with pytest.raises(SettingsError, match="--tls-cert"):
             certificate_of(chain, key)
     assert certificate_of("", "") is None
+
+
+def test_clients_that_stall_are_cut_off_over_tls_too(certificate: Path, checkpoint: Path) -> None:
+    """Guards: buffers of TLS that nobody counts, and timers that see none of what is unread."""
+    options = settings(
+        model=(f"m={checkpoint}",),
+        random_layer=("tall=200000x32",),
+        tls_cert=str(certificate),
+        stall_s=1,
+        max_queue_bytes=40_000_000,
+    )
+    big = request(*message(torch.ones(40, 32)), path="/v2/models/tall/infer")  # 32 MB
+    with serving(options) as served:
+        address = ("127.0.0.1", served.port)
+        with (
+            socket.create_connection(address, timeout=20) as plain,
+            trusting(certificate).wrap_socket(plain, server_hostname="localhost") as link,
+        ):
+            link.sendall(GOOD[:-1])
+            answer = answers(link, 1)[0]
+            assert statuses([answer]) == [408]
+        with (
+            socket.create_connection(address, timeout=20) as plain,
+            trusting(certificate).wrap_socket(plain, server_hostname="localhost") as link,
+        ):
+            link.sendall(big)
+            until(lambda: served.engine.held.unread > 8_000_000, "the answer is not counted")
+            until(lambda: served.engine.held.unread == 0, "the answer is kept for ever")
+            until(lambda: served.lane.connections == 0, "the connection is kept for ever")

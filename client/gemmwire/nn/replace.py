@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,66 +63,69 @@ def replace_linears(model: nn.Module, client: Client, match: Match = None) -> Re
 
     `match` finds the layer of a module: the name under which the checkpoint is served ("demo" for
     "demo.encoder.q"), or a function from the module's name in `model` to the layer's, None for one that shall
-    stay. Without it the layer is the one whose name ends with the module's.
+    stay. Without it, it is the name under which the server has the most of the model's linears.
 
     Where the server has fused neighbours (q, k and v into one layer), each of them becomes a `RemotePart` and
     takes its columns of one answer. A module that stands at several places is replaced at each. A subclass of
     `nn.Linear` stays, since it may do something else, and so does the model itself if it is one.
 
     Errors, before anything is replaced: `InvalidArgument` where the shape or the bias of a layer is another,
-    or several layers fit a module; those of `Client.layers`.
+    or two checkpoints fit equally well; those of `Client.layers`.
     """
-    plan = _Plan(client, _Names(client.layers(), match))
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            plan.add(name, module)
+    named = model.named_modules(remove_duplicate=False)
+    linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
+    layers = {layer.name: layer for layer in client.layers()}
+    plan = _Plan(client, layers, _served_as(layers, linears) if match is None else match)
+    for name, module in linears.items():
+        plan.add(name, module)
     plan.refuse_misfits()
     # All of them before the first is replaced: a module that stands at two places is found there twice.
     originals = {name: model.get_submodule(name) for name in plan.found}
     for name, (_, remote) in plan.found.items():
         _put(model, name, remote)
-    layers = {name: layer for name, (layer, _) in plan.found.items()}
-    return Replaced(model, layers, tuple(plan.left), originals)
+    made = {name: layer for name, (layer, _) in plan.found.items()}
+    return Replaced(model, made, tuple(plan.left), originals)
 
 
-class _Names:
-    """From modules to layers."""
+def _served_as(layers: Iterable[str], modules: Iterable[str]) -> str:
+    """The name in front of the layers, as "demo" of "demo.encoder.q", that fits the most modules.
 
-    def __init__(self, layers: list[LayerInfo], match: Match) -> None:
-        self._match = match
-        self.layers = {layer.name: layer for layer in layers}
+    One name for all, because a module "fc" by itself is the end of many a layer's name. Where q, k and v are
+    fused there is no layer of a module's own name, but one beside it.
+    Errors: `InvalidArgument` where two fit as many.
+    """
+    fitting: Counter[str] = Counter()
+    for module in filter(None, modules):
+        own = {_in_front_of(module, layer) for layer in layers}
+        parent = module.rpartition(".")[0]
+        beside = {_in_front_of(parent, layer.rpartition(".")[0]) for layer in layers if parent}
+        fitting.update({name for name in own | beside if name is not None})
+    most = max(fitting.values(), default=0)
+    best = sorted(name for name, count in fitting.items() if count == most)
+    if len(best) > 1:
+        several = " or of ".join(map(repr, best[:4]))
+        raise InvalidArgument(
+            f"The model's linears could be those of {several}; say which is meant: match={best[0]!r}"
+        )
+    return best[0] if best else ""
 
-    def of(self, module: str) -> str | None:
-        """The name that the module's layer has, whether or not there is one of it.
 
-        Errors: `InvalidArgument` where several fit.
-        """
-        if callable(self._match):
-            return self._match(module)
-        if self._match is not None:
-            return f"{self._match}.{module}"
-        fitting = [name for name in self.layers if name == module or name.endswith("." + module)]
-        if len(fitting) > 1:
-            raise InvalidArgument(
-                f"Module {module!r} could be any of {fitting[:5]}; say which checkpoint is meant: match="
-                f"{fitting[0][: -len(module) - 1]!r}"
-            )
-        return fitting[0] if fitting else self._beside(module)
-
-    def _beside(self, module: str) -> str | None:
-        """The name that a part of a fused layer would have: that of the layer's module, with its own."""
-        parent, _, last = module.rpartition(".")
-        modules = {name.rpartition(".")[0] for name in self.layers}
-        fitting = [name for name in modules if name == parent or name.endswith("." + parent)]
-        return f"{fitting[0]}.{last}" if len(fitting) == 1 and parent else None
+def _in_front_of(module: str, layer: str) -> str | None:
+    """What stands before a module's name in a layer's; None where the layer does not end with it."""
+    if layer == module:
+        return ""
+    return layer[: -len(module) - 1] if layer.endswith("." + module) else None
 
 
 class _Plan:
     """What becomes of each linear of a model."""
 
-    def __init__(self, client: Client, names: _Names) -> None:
+    def __init__(
+        self, client: Client, layers: Mapping[str, LayerInfo], match: str | Callable[[str], str | None]
+    ) -> None:
         self._client = client
-        self._names = names
+        self._layers = layers
+        self._match = match
         self._remote: dict[str, nn.Module] = {}  # by layer, or by layer and part
         self._fused: dict[str, dict[str, str]] = {}  # by module: the fused layer of each part
         self._misfits: list[str] = []
@@ -144,20 +148,26 @@ class _Plan:
             )
 
     def _find(self, name: str, module: nn.Linear) -> None:
-        layer = self._names.of(name)
+        layer = self._layer_of(name)
         if layer is None:
             self._leave(name, "no layer of the server is meant by it")
-        elif layer in self._names.layers:
-            info = self._names.layers[layer]
+        elif layer in self._layers:
+            info = self._layers[layer]
             self._check(name, module, layer, info.n, info.k, info.bias)
             self.found[name] = (layer, self._remote.setdefault(layer, _remote(self._client, info)))
         elif (fused := self._fused_layer(layer)) is not None:
-            info = self._names.layers[fused]
+            info = self._layers[fused]
             part = self._remote[layer]
             self._check(name, module, layer, getattr(part, "out_features", 0), info.k, info.bias)
             self.found[name] = (f"{layer} in {fused}", part)
         else:
             self._leave(name, f"the server has no layer {layer!r}")
+
+    def _layer_of(self, module: str) -> str | None:
+        """The name that its layer has to have, whether or not there is one of it."""
+        if callable(self._match):
+            return self._match(module)
+        return f"{self._match}.{module}" if self._match else module
 
     def _fused_layer(self, layer: str) -> str | None:
         """The fused layer that `layer` is a part of; its parts are then in `_remote`."""
@@ -168,7 +178,7 @@ class _Plan:
 
     def _parts_in(self, module: str) -> Iterator[tuple[str, str]]:
         """(part, fused layer) of each fused layer that stands in a module."""
-        for fused, info in self._names.layers.items():
+        for fused, info in self._layers.items():
             if fused.rpartition(".")[0] != module:
                 continue
             columns = _columns(self._client.layer(fused))

@@ -298,7 +298,25 @@ def test_a_module_at_two_places_is_replaced_at_both(client: Client, model: Model
 
 def test_two_checkpoints_that_fit_have_to_be_told_apart(folder: Path, model: Model) -> None:
     with serving(settings(model=(f"a={folder}", f"b={folder}"))) as served, Client(served.url) as client:
-        with pytest.raises(InvalidArgument, match="match='a'"):
+        with pytest.raises(InvalidArgument, match=r"those of 'a' or of 'b'.*match='a'"):
             replace_linears(model, client)
         replaced = replace_linears(model, client, "b")
         assert set(replaced.layers.values()) == {f"b.{name}" for name in replaced.layers}
+
+
+def test_a_layer_of_another_part_of_the_server_is_not_taken(client: Client, model: Model) -> None:
+    """Guards: "o_proj" taken for the only layer whose name ends with it."""
+    model.o_proj = nn.Linear(D, D)
+    replaced = replace_linears(model, client)
+    assert [(left.name, left.reason) for left in replaced.left] == [
+        ("o_proj", "the server has no layer 'm.o_proj'")
+    ]
+
+
+def test_a_part_of_a_model_finds_its_layers(client: Client, model: Model) -> None:
+    """Guards: a prefix that is expected to be a checkpoint's whole name."""
+    replaced = replace_linears(model.blocks[1], client, "m.blocks.1")
+    assert len(replaced.layers) == 7
+    assert replace_linears(nn.Sequential(nn.ReLU()), client).layers == {}
+    stranger = replace_linears(nn.ModuleDict({"stranger": nn.Linear(3, 3)}), client)
+    assert [left.reason for left in stranger.left] == ["the server has no layer 'stranger'"]
