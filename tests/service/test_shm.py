@@ -6,8 +6,10 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -341,6 +343,31 @@ def test_what_a_client_did_not_make_as_an_object_is_refused(
     assert open_files() <= before + 1  # of the connection that is being closed
 
 
+LEASE = """
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+file = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("leased", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_object_that_somebody_has_a_lease_on_is_not_waited_for(served: Served) -> None:
+    """Guards: an open that holds up every other request for as long as its client likes."""
+    with made() as found:
+        found.close()  # a lease is given for what nobody else has open
+        with subprocess.Popen([sys.executable, "-c", LEASE, found.path], stdout=subprocess.PIPE) as holder:
+            try:
+                assert holder.stdout is not None
+                if holder.stdout.readline() != b"leased\n":
+                    pytest.skip("this system gives no leases")
+                reply = register(served, key=found.key)
+            finally:
+                holder.kill()
+        assert (reply.status, reply.json["code"]) == (400, "region_refused")
+
+
 KEYS = {
     "no-prefix": "/hidden",
     "prefix-of-the-prefix": "/" + PREFIX[:-1],
@@ -557,6 +584,8 @@ def test_nobody_has_to_ask_for_a_region_to_go(checkpoint: Path, monkeypatch: pyt
     with serving(settings(model=(f"m={checkpoint}",), shm_prefix=PREFIX)) as served, made() as found:
         assert register(served, key=found.key).status == 200
         before = open_files()
+        time.sleep(0.05)  # some sweeps that find nothing
+        assert names(served) == ["r"]
         found.unlink()
         until(lambda: open_files() < before, "the region was kept")
 
