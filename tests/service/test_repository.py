@@ -557,6 +557,7 @@ def test_a_refit_that_is_refused_changes_no_layer(served: Served, root: Path, fa
         refused = change(served, "refit", "live", **{"from": "bad"})
         assert refused.status == 400
         assert refused.json["code"] == ("model_invalid" if fault == "broken" else "weights_invalid")
+        assert ("replace them one by one" in refused.json["error"]) == (fault in ("missing", "more"))
         assert_serves(served, tensors(1), "1")
 
 
