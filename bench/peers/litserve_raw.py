@@ -1,4 +1,4 @@
-"""LitServe with base64 in JSON: it hands a request to its worker by pickle, which raw bytes do not survive."""
+"""LitServe with base64 in JSON: a request goes to its worker by pickle, which raw bytes do not survive."""
 
 from __future__ import annotations
 
