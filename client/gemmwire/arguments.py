@@ -18,11 +18,17 @@ _OF_THE_FRAME = {
 }
 
 
+_LONGEST_S = 2_000_000  # poll counts milliseconds in 31 bits
+
+
 def seconds(timeout: float | None) -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-        raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds above 0, or None")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout <= _LONGEST_S:
+        raise InvalidArgument(
+            f"timeout is {timeout!r}; it must be seconds above 0, at most {_LONGEST_S} (23 days), or None"
+        )
     return float(timeout)
 
 

@@ -61,7 +61,7 @@ class BaseClient:
 
     @property
     def url(self) -> str:
-        """The server's address, as it was given."""
+        """The server's address, in one spelling: without a slash at its end or its scheme's own port."""
         return str(self._url)
 
     def __repr__(self) -> str:

@@ -115,6 +115,7 @@ class HTTPTransport:
         sock = socket.create_connection((self.url.host, self.url.port), deadline.left())
         try:
             if self._tls is not None:
+                sock.settimeout(deadline.left())
                 sock = self._tls.wrap_socket(sock, server_hostname=self.url.host)
             return Connection(sock, tls=self._tls is not None)
         except BaseException:
