@@ -73,10 +73,12 @@ def headers_of(headers: Mapping[str, str]) -> dict[str, str]:
     return checked
 
 
-def authorization(api_key: str | None) -> dict[str, str]:
+def authorization(api_key: str | None, headers: Mapping[str, str]) -> dict[str, str]:
     """The header that carries a key (RFC 6750), if there is one. Errors: `InvalidArgument`."""
     if api_key is None:
         return {}
+    if "authorization" in headers:
+        raise InvalidArgument("api_key is given, and a header Authorization too; leave one of them out")
     visible = isinstance(api_key, str) and all("!" <= character <= "~" for character in api_key)
     if not visible or not api_key:
         # It may be a secret with a line break behind it, and is not repeated.

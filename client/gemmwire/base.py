@@ -51,12 +51,13 @@ class BaseClient:
         self._retries = retries_of(retries)
         arguments.by_client(quantize)
         self._quantize = quantize
+        given = arguments.headers_of(headers or {})
         self._headers = {
             "host": self._url.authority,
             "user-agent": f"gemmwire/{__version__}",
             "accept-encoding": "identity",
-            **arguments.headers_of(headers or {}),
-            **arguments.authorization(api_key),
+            **given,
+            **arguments.authorization(api_key, given),
         }
 
     @property
