@@ -51,17 +51,18 @@ class BaseClient:
         self._retries = retries_of(retries)
         arguments.by_client(quantize)
         self._quantize = quantize
+        given = arguments.headers_of(headers or {})
         self._headers = {
             "host": self._url.authority,
             "user-agent": f"gemmwire/{__version__}",
             "accept-encoding": "identity",
-            **arguments.headers_of(headers or {}),
-            **arguments.authorization(api_key),
+            **given,
+            **arguments.authorization(api_key, given),
         }
 
     @property
     def url(self) -> str:
-        """The server's address, as it was given."""
+        """The server's address, in one spelling: without a slash at its end or its scheme's own port."""
         return str(self._url)
 
     def __repr__(self) -> str:

@@ -28,6 +28,9 @@ from scripted_server import Received, serve
         pytest.param({"headers": {"a": 1}}, "value of header 'a' must be printable", id="header-number"),
         pytest.param({"api_key": ""}, "api_key must be visible", id="empty-key"),
         pytest.param({"api_key": "a b"}, "api_key must be visible", id="key-with-a-space"),
+        pytest.param(
+            {"api_key": "k", "headers": {"AUTHORIZATION": "x"}}, "leave one of them out", id="two-keys"
+        ),
         pytest.param({"headers": {"Content-Length": "1"}}, "belongs to the message", id="content-length"),
         pytest.param(
             {"headers": {"TRANSFER-ENCODING": "x"}}, "belongs to the message", id="transfer-encoding"
