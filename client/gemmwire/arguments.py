@@ -18,11 +18,17 @@ _OF_THE_FRAME = {
 }
 
 
+_LONGEST_S = 2_000_000  # poll counts milliseconds in 31 bits
+
+
 def seconds(timeout: float | None) -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-        raise InvalidArgument(f"timeout is {timeout!r}; it must be seconds above 0, or None")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout <= _LONGEST_S:
+        raise InvalidArgument(
+            f"timeout is {timeout!r}; it must be seconds above 0, at most {_LONGEST_S} (23 days), or None"
+        )
     return float(timeout)
 
 
@@ -67,10 +73,12 @@ def headers_of(headers: Mapping[str, str]) -> dict[str, str]:
     return checked
 
 
-def authorization(api_key: str | None) -> dict[str, str]:
+def authorization(api_key: str | None, headers: Mapping[str, str]) -> dict[str, str]:
     """The header that carries a key (RFC 6750), if there is one. Errors: `InvalidArgument`."""
     if api_key is None:
         return {}
+    if "authorization" in headers:
+        raise InvalidArgument("api_key is given, and a header Authorization too; leave one of them out")
     visible = isinstance(api_key, str) and all("!" <= character <= "~" for character in api_key)
     if not visible or not api_key:
         # It may be a secret with a line break behind it, and is not repeated.

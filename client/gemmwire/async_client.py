@@ -89,7 +89,10 @@ class AsyncClient(BaseClient):
         quantize: str | None = None,
         at_once: int = 8,
     ) -> list[Any]:
-        """y of each (layer, x), with up to `at_once` requests under way: as `Client.infer_many`."""
+        """y of each (layer, x), with up to `at_once` requests under way: as `Client.infer_many`.
+
+        Errors: that of the first call to fail for good, with which the others are given up.
+        """
         exchanges = [
             self._infer(layer, x, output_dtype, timeout=timeout, quantize=quantize) for layer, x in calls
         ]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import cast
 
 from . import http1
+from .connection import Readable
 from .deadline import Deadline
 from .errors import WireError
 from .http1 import Reply, Request
@@ -29,6 +30,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
+        self._readable: Readable
         self._incoming = Incoming()
         self._receiving: Receiving[Reply] | None = None
         self._target = memoryview(bytearray(1))  # for what nobody asked for
@@ -56,6 +58,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
                 timer.cancel()
             self._answer = self._receiving = None
 
+    def is_idle(self) -> bool:
+        """False once the server has closed this end, or sent something that nobody asked for, be it that the
+        loop has not heard of it yet."""
+        return self.reusable and not self._readable.within(0)
+
     def close(self) -> None:
         self.reusable = False
         self._pending = []
@@ -66,6 +73,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._readable = Readable(transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False

@@ -58,11 +58,12 @@ class AsyncPool:
             self._free += 1
 
     def take(self) -> AsyncConnection | None:
-        """An idle connection that the server has not closed, as far as this end has heard."""
+        """An idle connection that the server has not closed."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.reusable:
+            if connection.is_idle():
                 return connection
+            connection.close()
         return None
 
     def put(self, connection: AsyncConnection) -> None:

@@ -73,12 +73,18 @@ class AsyncHTTPTransport:
         return reply
 
     async def _connect(self, deadline: Deadline) -> AsyncConnection:
+        left = deadline.left()
+        connecting = asyncio.ensure_future(self._connecting())
         try:
-            _, connection = await asyncio.wait_for(self._connecting(), deadline.left())
-        except asyncio.TimeoutError as error:
-            # On Python 3.10 it is a class of its own.
-            raise (error if isinstance(error, OSError) else TimeoutError()) from None
-        return connection
+            # Up to Python 3.11 wait_for forgets a cancellation that comes together with the connection.
+            await asyncio.wait([connecting], timeout=left)
+            if not connecting.done():
+                raise TimeoutError
+        except BaseException:
+            connecting.cancel()
+            connecting.add_done_callback(_close)
+            raise
+        return connecting.result()[1]
 
     async def _connecting(self) -> tuple[asyncio.BaseTransport, AsyncConnection]:
         loop = asyncio.get_running_loop()
@@ -91,3 +97,9 @@ class AsyncHTTPTransport:
             ssl=self._tls,
             server_hostname=None if self._tls is None else self._url.host,
         )
+
+
+def _close(connecting: asyncio.Future[tuple[asyncio.BaseTransport, AsyncConnection]]) -> None:
+    """A connection that came too late for its call."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result()[1].close()

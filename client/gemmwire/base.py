@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from . import __version__, arguments, replies, wire
 from .arrays import Framework, datatype_of, framework_of
@@ -51,21 +51,30 @@ class BaseClient:
         self._retries = retries_of(retries)
         arguments.by_client(quantize)
         self._quantize = quantize
+        given = arguments.headers_of(headers or {})
         self._headers = {
             "host": self._url.authority,
             "user-agent": f"gemmwire/{__version__}",
             "accept-encoding": "identity",
-            **arguments.headers_of(headers or {}),
-            **arguments.authorization(api_key),
+            **given,
+            **arguments.authorization(api_key, given),
         }
 
     @property
     def url(self) -> str:
-        """The server's address, as it was given."""
+        """The server's address, in one spelling: without a slash at its end or its scheme's own port."""
         return str(self._url)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._url)!r})"
+
+    def __reduce__(self) -> NoReturn:
+        """For `copy` and `pickle`. Errors: `InputError`; connections belong to a process, keys to no file."""
+        raise InputError(
+            "type_unsupported",
+            f"{self!r} holds connections and keys, and is not copied or pickled: make one in each process "
+            "(after a fork this one goes on)",
+        )
 
     def _infer(
         self,

@@ -23,7 +23,7 @@ class Connection:
         sock.settimeout(None if tls else 0)
         self._socket = sock
         self._tls = tls
-        self._readable = _Readable(sock)
+        self._readable = Readable(sock)
         self._incoming = Incoming()
         self._pending: list[memoryview] = []  # of the request under way
         self._failure: OSError | None = None
@@ -118,7 +118,7 @@ def _drop(buffers: Sequence[memoryview], sent: int) -> list[memoryview]:
     return []
 
 
-class _Readable:
+class Readable:
     """Whether a socket can be read, asked of one poll object again and again."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -57,7 +57,7 @@ class Incoming:
 
     def _body(self, head: Head) -> Receiving[bytearray]:
         if head.length is not None:
-            body = bytearray(head.length)
+            body = _memory(head.length)
             yield from self._into(memoryview(body))
             return body
         return (yield from self._chunks() if head.chunked else self._rest())
@@ -66,7 +66,7 @@ class Incoming:
         body = bytearray()
         while size := http1.chunk_size((yield from self._until(b"\r\n"))):
             http1.refuse_large(len(body) + size)
-            chunk = bytearray(size)
+            chunk = _memory(size)
             yield from self._into(memoryview(chunk))
             body += chunk
             if (yield from self._until(b"\r\n")):
@@ -110,3 +110,11 @@ class Incoming:
         taken = bytes(self._view[self._start : at])
         self._start = at + len(mark)
         return taken
+
+
+def _memory(size: int) -> bytearray:
+    """Errors: `WireError` where there is not so much of it."""
+    try:
+        return bytearray(size)
+    except MemoryError:
+        raise http1.invalid(f"it announces {size} bytes, for which there is no memory here") from None

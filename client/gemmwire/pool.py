@@ -29,6 +29,9 @@ class Pool:
             raise ClientClosed
         if not self._slots.acquire(timeout=deadline.left()):
             raise Busy(self._size)
+        if self._closed:  # meanwhile
+            self._slots.release()
+            raise ClientClosed
 
     def acquire_now(self) -> bool:
         """Take a slot if there is one."""

@@ -16,6 +16,7 @@ from .http1 import Reply
 T = TypeVar("T")
 
 OUTPUT = "y"
+_LONGEST_WAIT_S = 1e6  # what a system can sleep for
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,9 @@ def _unexplained(reply: Reply) -> str:
 
 def _seconds(text: str | None) -> float | None:
     """Retry-After in seconds; its other form, a date, is left out."""
-    return float(text) if text is not None and text.isascii() and text.isdigit() else None
+    if text is None or not (text.isascii() and text.isdigit()):
+        return None
+    return min(float(text), _LONGEST_WAIT_S)
 
 
 def _refuse_error(reply: Reply) -> None:

@@ -39,7 +39,7 @@ class Retries:
         """Seconds to wait after so many failures, the last of which was `error`; None: it is the answer."""
         if failures > self.attempts or not _passing(error):
             return None
-        seconds = min(self.longest, self.delay * 2.0 ** (failures - 1))
+        seconds = min(self.longest, self.delay * 2.0 ** min(failures - 1, 64))
         asked = error.retry_after if isinstance(error, Overloaded) else None
         return max(seconds, asked or 0.0) * random.uniform(1.0, 1.5)
 

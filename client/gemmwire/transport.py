@@ -112,14 +112,26 @@ class HTTPTransport:
     def _connect(self, deadline: Deadline) -> Connection:
         if self.url.socket:
             return Connection(_unix_socket(self.url.socket, deadline))
-        sock = socket.create_connection((self.url.host, self.url.port), deadline.left())
+        sock = _tcp_socket(self.url.host, self.url.port, deadline)
         try:
             if self._tls is not None:
+                sock.settimeout(deadline.left())
                 sock = self._tls.wrap_socket(sock, server_hostname=self.url.host)
             return Connection(sock, tls=self._tls is not None)
         except BaseException:
             sock.close()
             raise
+
+
+def _tcp_socket(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """By the first address of the host that answers; socket.create_connection would wait anew for each."""
+    failure: OSError | None = None
+    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_connection((str(address[0]), port), deadline.left())
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"{host!r} has no address")
 
 
 def _unix_socket(path: str, deadline: Deadline) -> socket.socket:

@@ -55,9 +55,7 @@ def parse_url(text: str) -> Url:
     if parts.scheme not in _PORTS:
         raise _invalid(text, "it must start with http://, https:// or unix:///")
     if parts.username is not None or parts.password is not None:
-        raise _invalid(
-            "...@" + parts.netloc.rpartition("@")[2], "send credentials in a header: headers={...}"
-        )
+        raise _invalid(text, "send credentials in a header: headers={...}")
     if not host:
         raise _invalid(text, "it has no host name")
     if parts.query or parts.fragment:
@@ -84,4 +82,6 @@ def segment(name: str, what: str) -> str:
 
 
 def _invalid(text: object, rule: str) -> InvalidArgument:
+    if isinstance(text, str) and "@" in text:
+        text = "...@" + text.rpartition("@")[2]  # in front of it may stand a password
     return InvalidArgument(f"The server's URL is {text!r}; {rule}, as in http://127.0.0.1:8000")

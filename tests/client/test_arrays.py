@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import subprocess
 import sys
 import textwrap
@@ -161,6 +162,13 @@ def test_y_is_aligned_and_writable_wherever_it_came_from(like: Any) -> None:
         assert np.asarray(y).flags.aligned
         assert y.tolist() == [0, 1, 2, 3]
         y[0] = 7
+
+
+def test_an_array_of_ctypes_is_a_buffer() -> None:
+    """Guards: a float32 buffer refused because its format names the byte order."""
+    row = ctypes.c_float * 2
+    x = (row * 2)(row(1, 2), row(3, 4))
+    assert (sent(x).shape, bytes(sent(x).data)) == ((2, 2), bytes(x))
 
 
 def test_a_buffer_comes_back_as_a_buffer() -> None:

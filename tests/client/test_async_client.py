@@ -14,6 +14,9 @@ import torch
 
 import gemmwire
 from gemmwire import AsyncClient, Client, ConnectionFailed, InvalidArgument, RefitIncomplete
+from gemmwire.async_transport import AsyncHTTPTransport
+from gemmwire.http1 import Request
+from gemmwire.url import parse_url
 from scripted_layer import B, K, W, X, Y, layer
 from scripted_server import Served, Session, answer, replying, serve
 from serving import Served as Service
@@ -221,3 +224,43 @@ def test_a_client_shows_its_address_alone() -> None:
     assert repr(client) == "AsyncClient('http://h:1/p')"
     assert client.url == "http://h:1/p"
     assert gemmwire.AsyncClient is AsyncClient
+
+
+def test_a_task_that_is_cancelled_as_its_connection_is_made_ends() -> None:
+    """Guards: a cancellation that is lost, and the connection that came with it."""
+
+    async def run(url: str) -> None:
+        transport = AsyncHTTPTransport(parse_url(url), 1)
+        connecting, made = transport._connecting, []
+
+        async def cancelling() -> Any:
+            made.append(await connecting())
+            task.cancel()
+            return made[0]
+
+        transport._connecting = cancelling  # type: ignore[method-assign]
+        task = asyncio.ensure_future(transport.send(Request("GET", "/", {}), 20))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(made[0][1].lost, 20)
+        await transport.close()
+
+    with serve(replying(answer(b"{}"))) as served:
+        asyncio.run(run(served.url))
+
+
+def test_what_follows_an_answer_is_not_the_next_one() -> None:
+    """Guards: bytes that the loop has not heard of when the connection is used again, read as an answer."""
+    large = json.dumps({"name": "asked", "version": "1" + " " * (1 << 19)}).encode()
+    unasked = json.dumps({"name": "unasked", "version": "1"}).encode()
+
+    def script(session: Session, served: Served) -> None:
+        while session.request() is not None:
+            session.send(answer(large) + answer(unasked))
+
+    async def run(url: str) -> list[str]:
+        async with AsyncClient(url, retries=9) as client:
+            return [(await client.server()).name for _ in range(20)]
+
+    with serve(script) as served:
+        assert asyncio.run(run(served.url)) == ["asked"] * 20

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import gemmwire
-from gemmwire import Client, InvalidArgument, WireError
+from gemmwire import AsyncClient, Client, InvalidArgument, WireError
 from scripted_layer import Recorded, X, client, layer
 from scripted_server import Received, serve
 
@@ -28,6 +31,9 @@ from scripted_server import Received, serve
         pytest.param({"headers": {"a": 1}}, "value of header 'a' must be printable", id="header-number"),
         pytest.param({"api_key": ""}, "api_key must be visible", id="empty-key"),
         pytest.param({"api_key": "a b"}, "api_key must be visible", id="key-with-a-space"),
+        pytest.param(
+            {"api_key": "k", "headers": {"AUTHORIZATION": "x"}}, "leave one of them out", id="two-keys"
+        ),
         pytest.param({"headers": {"Content-Length": "1"}}, "belongs to the message", id="content-length"),
         pytest.param(
             {"headers": {"TRANSFER-ENCODING": "x"}}, "belongs to the message", id="transfer-encoding"
@@ -176,3 +182,12 @@ def test_a_status_that_says_nothing_about_health_is_raised(status: int) -> None:
     """Guards: a wrong address that looks like a server that is not ready yet, for ever."""
     with pytest.raises(gemmwire.ServerError):
         client(Recorded(status)).ready()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_client_is_not_copied(kind: type[Client | AsyncClient], copied: Callable[[object], object]) -> None:
+    """Guards: a key in the file of whoever pickled a client, or an error about a lock that nobody made."""
+    with pytest.raises(TypeError, match="make one in each process") as caught:
+        copied(kind("http://h", api_key="secret"))
+    assert "secret" not in str(caught.value)

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from either_transport import Make
 from gemmwire.errors import ConnectionFailed, WireError
 from gemmwire.http1 import Reply, Request
 from gemmwire.transport import HTTPTransport
@@ -135,6 +136,25 @@ def test_garbage_is_said_to_be_garbage(reply: bytes, words: str) -> None:
         send(served.url)
     assert caught.value.code == "http_invalid"
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 1152921504606846976\r\n\r\n", id="length"),
+        pytest.param(CHUNKED + b"1000000000000000\r\n", id="chunk"),
+    ],
+)
+def test_a_body_beyond_the_memory_is_refused(
+    make: Make, reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a MemoryError, and an event loop that goes on with half of an exchange."""
+    monkeypatch.setattr("gemmwire.http1.MAX_BODY", 1 << 62)
+    with serve(replying(reply)) as served:
+        transport = make(served.url)
+        with pytest.raises(WireError, match="announces 1152921504606846976 bytes, for which there is no"):
+            transport.send(GET, 20)
+        transport.close()
 
 
 @pytest.mark.parametrize(

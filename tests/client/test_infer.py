@@ -151,6 +151,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "version-parent": ({"version": ".."}, InvalidArgument, "version is '..'"),
     "output-dtype": ({"output_dtype": "FP64"}, InvalidArgument, "output_dtype is 'FP64'"),
     "timeout-0": ({"timeout": 0}, InvalidArgument, "timeout is 0"),
+    "timeout-of-years": ({"timeout": 1e8}, InvalidArgument, r"at most 2000000 \(23 days\)"),
     "timeout-negative": ({"timeout": -1.0}, InvalidArgument, "timeout is -1.0"),
     "timeout-nan": ({"timeout": float("nan")}, InvalidArgument, "timeout is nan"),
     "timeout-infinite": ({"timeout": float("inf")}, InvalidArgument, "timeout is inf"),

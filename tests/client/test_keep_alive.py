@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -173,6 +174,30 @@ def test_a_closed_client_refuses(make: Make) -> None:
         with pytest.raises(ConnectionFailed, match="this client has been closed"):
             transport.send(GET, 20)
     assert served.connections == 0
+
+
+def test_a_call_that_waits_while_its_client_closes_is_refused(make: Make) -> None:
+    """Guards: a connection opened after close(), by a call that was in the line before it."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def script(session: Session, served: Served) -> None:
+        while session.request() is not None:
+            entered.set()
+            go_on.wait(20)
+            session.send(answer(b"ok"))
+
+    with serve(script) as served, ThreadPoolExecutor(2) as pool:
+        transport = make(served.url, 1)
+        first = pool.submit(transport.send, GET, 20)
+        assert entered.wait(20)
+        second = pool.submit(transport.send, GET, 20)
+        time.sleep(0.05)  # it waits; before that, it is refused as well
+        transport.close()
+        go_on.set()
+        assert first.result(20).body == b"ok"
+        with pytest.raises(ConnectionFailed, match="this client has been closed"):
+            second.result(20)
+    assert served.connections == 1
 
 
 def test_a_dropped_client_closes_its_connections() -> None:

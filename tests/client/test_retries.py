@@ -19,6 +19,7 @@ from gemmwire import (
     TimedOut,
 )
 from gemmwire.http1 import Reply, Request
+from gemmwire.replies import read_error
 from gemmwire.retries import retries_of
 from scripted_layer import Computing, Recorded, W, X, Y, client
 from scripted_server import Served, Session, answer, serve
@@ -122,6 +123,17 @@ def test_waits_double_up_to_the_longest() -> None:
         least = min(2.0, 0.1 * 2**failures)
         assert least <= seconds <= 1.5 * least
     assert retries.wait(21, ConnectionFailed("x")) is None
+
+
+def test_a_long_outage_is_waited_out() -> None:
+    """Guards: an OverflowError at the 1025th attempt, in place of the answer after it."""
+    assert 5.0 <= (Retries(5000).wait(4000, ConnectionFailed("x")) or 0.0) <= 7.5
+
+
+def test_a_wait_for_ever_is_one_that_a_system_can_sleep() -> None:
+    """Guards: an OverflowError of time.sleep, where a server asks for a wait beyond all numbers."""
+    error = read_error(Reply(503, {"retry-after": "9" * 400}, bytearray()))
+    assert (Retries(1).wait(1, error) or 0.0) <= 1.5e6
 
 
 def test_a_refit_is_tried_again_with_its_version_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from certificates import made_for
 from either_transport import Make
 from gemmwire import Client, InvalidArgument
+from gemmwire.deadline import Deadline
 from gemmwire.errors import ConnectionFailed
 from gemmwire.http1 import Request
 from gemmwire.tls import TLS, context_for
+from gemmwire.transport import HTTPTransport
 from gemmwire.url import parse_url
 from scripted_server import Script, Served, Session, answer, replying, serve
 
@@ -119,3 +122,22 @@ def test_a_server_that_asks_for_it_sees_the_client_s_certificate(certificate: Pa
 def test_options_that_cannot_work_are_refused_at_once(url: str, tls: Any, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         Client(url, tls=tls)
+
+
+def test_the_handshake_has_what_the_connection_left_of_the_time() -> None:
+    """Guards: a call that waits twice its timeout, once for the connection and once for the handshake."""
+
+    class Left(Deadline):
+        seconds = iter((20.0, 5.0))
+
+        def left(self) -> float:
+            return next(self.seconds)
+
+    class Handshake(ssl.SSLContext):
+        def wrap_socket(self, sock: socket.socket, *_: Any, **__: Any) -> ssl.SSLSocket:
+            raise OSError(f"{sock.gettimeout()} s are left")
+
+    with serve(replying(answer(b"ok"))) as served:
+        transport = HTTPTransport(parse_url(served.url), 1, Handshake(ssl.PROTOCOL_TLS_CLIENT))
+        with pytest.raises(OSError, match=r"5\.0 s are left"):
+            transport.start(Request("GET", "/", {}), Left(None))

@@ -11,6 +11,7 @@ import pytest
 
 from either_transport import Make, Sending, threads
 from gemmwire.connection import Connection
+from gemmwire.deadline import Deadline
 from gemmwire.errors import ConnectionFailed, GemmwireError, TimedOut, TransportError
 from gemmwire.http1 import Reply, Request
 from scripted_server import Served, Session, answer, replying, serve
@@ -175,6 +176,28 @@ def test_no_error_of_a_socket_leaks(kind: type[OSError], where: str, monkeypatch
         send(threads, served.url)
     assert isinstance(caught.value, ConnectionFailed)
     assert caught.value.__cause__ is not None
+
+
+def test_a_host_s_addresses_share_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a call that waits its timeout for each address of a host, an IPv6 that leads nowhere first."""
+    tried: list[tuple[object, float]] = []
+
+    def unreachable(address: tuple[object, ...], timeout: float) -> None:
+        tried.append((address, timeout))
+        raise ConnectionRefusedError
+
+    class Left(Deadline):
+        seconds = iter((20.0, 5.0))
+
+        def left(self) -> float:
+            return next(self.seconds)
+
+    addresses = [(0, 0, 0, "", ("::1", 80, 0, 0)), (0, 0, 0, "", ("127.0.0.1", 80))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(ConnectionRefusedError):
+        threads("http://h").start(GET, Left(None))
+    assert tried == [(("::1", 80), 20.0), (("127.0.0.1", 80), 5.0)]
 
 
 def test_a_refused_connection_says_what_to_look_at(make: Make) -> None:

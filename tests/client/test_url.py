@@ -70,10 +70,20 @@ def test_an_address_that_is_none_is_refused(text: str, words: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_password_is_refused_and_not_repeated() -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("http://user:secret@h", "send credentials in a header", id="alone"),
+        pytest.param("http://user:secret@h:99999", "cannot be read", id="port"),
+        pytest.param("http://user:secret@h x", "without spaces", id="space"),
+        pytest.param("ftp://user:secret@h", "must start with", id="scheme"),
+        pytest.param("unix://user:secret@h/a", "absolute path", id="unix"),
+    ],
+)
+def test_a_password_is_refused_and_not_repeated(text: str, words: str) -> None:
     """Guards: a password that is left out of the request, and one that stands in a log."""
-    with pytest.raises(InvalidArgument, match="send credentials in a header") as caught:
-        parse_url("http://user:secret@h")
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        parse_url(text)
     assert "secret" not in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar, NoReturn
 
 from gemmwire.errors import InputError
@@ -48,11 +49,14 @@ class Buffers:
 
     def dtype(self, x: Any) -> str:
         form = memoryview(x).format.removeprefix("@")
+        if sys.byteorder == "little":
+            form = form.removeprefix("<")  # ctypes' arrays
         return {"f": "float32", "B": "uint8"}.get(form, f"of format {form!r}")
 
     def memory(self, x: Any, name: str) -> Buffer:
         view = memoryview(x)
-        return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+        castable = view.c_contiguous and not view.format.startswith("<")
+        return view.cast("B") if castable else memoryview(view.tobytes())
 
     def from_wire(self, tensor: Tensor, like: object) -> memoryview[float]:
         data = memoryview(tensor.data)

@@ -90,7 +90,8 @@ def _client(options: argparse.Namespace) -> Client:
         options.url,
         timeout=options.timeout,
         retries=options.retries,
-        api_key=None if key is None else key.read_text(encoding="utf-8").strip(),
+        # What is no key is refused by the client, whatever its bytes.
+        api_key=None if key is None else key.read_text(encoding="latin-1").strip(),
         headers=dict(map(_header, options.header)),
         tls=tls,
     )

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -86,7 +87,8 @@ def _read_safetensors(path: Path, name: str | None) -> Array:
     if entry is None:
         raise InvalidArgument(f"{path}: there is no tensor {name!r:.80}; it holds {_some(entries)}")
     try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        begin, end = map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
         raise InvalidArgument(f"{path}: the entry of {name!r:.80} cannot be read: {entry!r:.200}") from None
     if dtype not in DTYPES:
@@ -94,8 +96,12 @@ def _read_safetensors(path: Path, name: str | None) -> Array:
             f"{path}: {name!r} is {dtype}; {', '.join(DTYPES)} can be sent: convert it first"
         )
     stored = np.dtype(np.uint16 if dtype == "BF16" else DTYPES[dtype])
-    size = int(np.prod(shape, dtype=np.int64)) * stored.itemsize
-    if not 0 <= begin <= end <= path.stat().st_size - start or end - begin != size:
+    size = prod(shape) * stored.itemsize
+    if (
+        min(shape, default=0) < 0
+        or not 0 <= begin <= end <= path.stat().st_size - start
+        or end - begin != size
+    ):
         raise InvalidArgument(
             f"{path}: {name!r:.80} of shape {list(shape)} does not fit its place in the file"
         )

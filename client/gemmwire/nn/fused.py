@@ -19,7 +19,7 @@ class RemotePart(nn.Module):
     The first part that is called with a tensor asks for all of y, and the others take theirs from it if they
     are called with the same tensor, on the same thread, before another is. That is known by identity and by
     the count of writes to it, which tensors made in inference mode do not have: do not write to one of those
-    between its parts. In a compiled graph each part asks for all of y, and the compiler merges equal calls.
+    between its parts. In a compiled graph each part asks for all of y by a request of its own.
     """
 
     def __init__(self, whole: RemoteLinear, part: str, start: int, stop: int, shared: _Shared) -> None:

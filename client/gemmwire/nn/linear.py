@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from gemmwire.client import Client
-from gemmwire.errors import InputError
+from gemmwire.errors import InputError, InvalidArgument
 
 from .operator import client_for, remote_linear, use
+
+_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RemoteLinear(nn.Module):
@@ -22,6 +24,7 @@ class RemoteLinear(nn.Module):
     It stands where an `nn.Linear` stood: y has x's dtype (under autocast that of autocast) and device. It has
     no parameters, so `state_dict()` is empty. A copy or a pickle of it holds the URL and the layer's name, no
     client and no key; where the server asks for one, `use(Client(url, api_key=...))` beforehand.
+    Errors: `InvalidArgument` for one of the two that is not the server's; those of `Client.layer`.
     Errors of a forward: those of `Client.infer`; `InputError` where a gradient is wanted.
     """
 
@@ -39,6 +42,11 @@ class RemoteLinear(nn.Module):
         self.layer = layer
         if in_features is None or out_features is None:
             info = client_for(self.url).layer(layer)
+            if in_features not in (None, info.k) or out_features not in (None, info.n):
+                raise InvalidArgument(
+                    f"in_features is {in_features} and out_features {out_features}, but layer {layer!r} has "
+                    f"K={info.k} and N={info.n}; leave them out"
+                )
             in_features, out_features, bias = info.k, info.n, info.bias
         self.in_features = in_features
         self.out_features = out_features
@@ -71,6 +79,7 @@ def prepared(x: Tensor, layer: str) -> Tensor:
             f"x of the remote layer {layer!r} requires grad, and no gradient comes back from a server: call "
             "the model under torch.no_grad() or torch.inference_mode(), or keep this layer local",
         )
-    if torch.is_autocast_enabled(x.device.type):
+    # As autocast does: it converts neither float64 nor integers, nor what has a shape alone.
+    if x.dtype in _AUTOCAST and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x

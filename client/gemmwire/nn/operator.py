@@ -28,11 +28,13 @@ def use(client: Client) -> str:
 
 
 def client_for(url: str) -> Client:
-    """The client of this URL, made on first use. Errors: `InvalidArgument`."""
+    """The client of this URL, however it is spelled, made on first use. Errors: `InvalidArgument`."""
     with _lock:
-        if url not in _clients:
-            _clients[url] = Client(url)
-        return _clients[url]
+        client = _clients.get(url)
+        if client is None:
+            client = Client(url)
+            client = _clients.setdefault(client.url, client)
+        return client
 
 
 @torch.library.custom_op("gemmwire::remote_linear", mutates_args=())

@@ -67,7 +67,8 @@ def replace_linears(model: nn.Module, client: Client, match: Match = None) -> Re
 
     Where the server has fused neighbours (q, k and v into one layer), each of them becomes a `RemotePart` and
     takes its columns of one answer. A module that stands at several places is replaced at each. A subclass of
-    `nn.Linear` stays, since it may do something else, and so does the model itself if it is one.
+    `nn.Linear` stays, since it may do something else, and so do one with forward hooks, which would be lost,
+    and the model itself if it is one.
 
     Errors, before anything is replaced: `InvalidArgument` where the shape or the bias of a layer is another,
     or two checkpoints fit equally well; those of `Client.layers`.
@@ -137,6 +138,8 @@ class _Plan:
             self._leave(name, "it is the model itself: use a RemoteLinear in its place")
         elif type(module) is not nn.Linear:
             self._leave(name, f"it is a {type(module).__name__}, which may do more than nn.Linear")
+        elif module._forward_hooks or module._forward_pre_hooks:
+            self._leave(name, "it has forward hooks, which would be lost with it: remove them first")
         else:
             self._find(name, module)
 

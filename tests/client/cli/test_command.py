@@ -205,6 +205,13 @@ def test_a_key_comes_from_a_file_and_headers_from_the_line(tmp_path: Path) -> No
     assert (request.headers["authorization"], request.headers["x-a"]) == ("Bearer k-123", "b")
 
 
+def test_a_file_that_holds_no_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards: a traceback for the wrong file."""
+    (tmp_path / "key").write_bytes(b"\xff\xfe\x00")
+    assert main(["ping", "http://127.0.0.1:9", "--api-key-file", str(tmp_path / "key")]) == 1
+    assert capsys.readouterr().err.startswith("gemmwire: api_key must be visible ASCII")
+
+
 def test_chunks_are_of_one_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards: rows of two weights in one file, after a refit in between."""
     np.save(tmp_path / "x.npy", X)

@@ -78,6 +78,11 @@ BROKEN = {
     "beyond": (safetensors(entry(), 40), "does not fit"),
     "other-shape": (safetensors(entry(shape=[3, 5])), "does not fit"),
     "negative": (safetensors(entry(data_offsets=[-48, 0])), "does not fit"),
+    "dtype-list": (safetensors(entry(dtype=["F32"])), "can be sent"),
+    "offset-text": (safetensors(entry(data_offsets=["a", 48])), "cannot be read"),
+    "shape-negative": (safetensors(entry(shape=[-3, -4])), "does not fit"),
+    "shape-huge": (safetensors(entry(shape=[10**30])), "does not fit"),
+    "shape-wraps": (safetensors(entry(shape=[1 << 40, 1 << 40], data_offsets=[0, 0])), "does not fit"),
     "backwards": (safetensors(entry(data_offsets=[48, 0])), "does not fit"),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemmwire
-from gemmwire import Client, InputError
+from gemmwire import Client, InputError, InvalidArgument
 from gemmwire.nn import RemoteLinear, client_for
 from oracle import spread
 from serving import Served
@@ -40,6 +40,13 @@ def test_it_knows_its_sizes_from_the_server_or_from_the_caller(client: Client) -
     assert (asked.in_features, asked.out_features, asked.has_bias) == (33, 130, True)
     told = RemoteLinear("http://127.0.0.1:9", "a", in_features=4, out_features=3, bias=False)
     assert "in_features=4, out_features=3, bias=False, layer='a'" in repr(told)
+
+
+def test_a_size_that_is_not_the_layer_s_is_refused(client: Client) -> None:
+    """Guards: a size that was given and is forgotten."""
+    with pytest.raises(InvalidArgument, match=r"in_features is 34 .* has K=33 and N=130"):
+        RemoteLinear(client, "m.ragged", in_features=34)
+    assert RemoteLinear(client, "m.ragged", in_features=33).out_features == 130
 
 
 def test_a_wanted_gradient_is_refused(client: Client) -> None:
@@ -95,6 +102,20 @@ def test_it_follows_autocast_as_a_linear_does(client: Client) -> None:
     assert torch.equal(y, layer(x.bfloat16()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8], ids=str)
+def test_autocast_converts_no_more_than_for_a_linear(client: Client, dtype: torch.dtype) -> None:
+    """Guards: integers and float64 that become bfloat16 unasked."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=str(dtype)):
+        RemoteLinear(client, "m.plain")(torch.ones(1, 128, dtype=dtype))
+
+
+def test_a_meta_tensor_has_its_shape_without_the_server() -> None:
+    """Guards: a model that cannot be traced for its shapes any more."""
+    layer = RemoteLinear("http://127.0.0.1:9", "a", in_features=4, out_features=3)
+    y = layer(torch.ones(2, 4, device="meta", dtype=torch.float16))
+    assert (y.shape, y.dtype, y.is_meta) == ((2, 3), torch.float16, True)
+
+
 def test_a_model_of_it_compiles_whole(client: Client) -> None:
     model = nn.Sequential(RemoteLinear(client, "m.plain"), nn.ReLU()).eval()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -106,6 +127,7 @@ def test_a_model_of_it_compiles_whole(client: Client) -> None:
 def test_the_client_that_was_given_serves_its_url(client: Client) -> None:
     """Guards: a second client without the key, made for the URL."""
     assert client_for(RemoteLinear(client, "m.plain").url) is client
+    assert client_for(client.url + "/") is client, "one address in two spellings"
 
 
 def test_a_layer_that_is_not_there_is_found_out_at_once(client: Client) -> None:

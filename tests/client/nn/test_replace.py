@@ -267,6 +267,15 @@ def test_what_stays_is_told_with_its_reason(client: Client, model: Model) -> Non
     assert isinstance(model.head, nn.Linear)
 
 
+def test_a_linear_with_hooks_stays(client: Client, model: Model) -> None:
+    """Guards: a hook that is no longer called, and nobody says so."""
+    handle = model.head.register_forward_hook(lambda module, given, y: y * 0)
+    replaced = replace_linears(model, client)
+    assert [(left.name, left.reason[:22]) for left in replaced.left] == [("head", "it has forward hooks, ")]
+    assert not model(rows()).any()
+    handle.remove()
+
+
 @pytest.mark.parametrize(
     ("name", "linear", "words"),
     [
