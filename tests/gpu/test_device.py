@@ -35,6 +35,10 @@ def served(
     backend: Backend, device: torch.device, ladder: Ladder = LADDER, budget: int = 1 << 30
 ) -> Iterator[tuple[Rig, list[Layer]]]:
     """Layers of SHAPES, captured; the last has a bias."""
+    if device.type != "cuda":
+        pytest.skip(
+            "a rehearsal on a CPU has no graphs; tests/service/test_graphs.py tries them by stand-ins"
+        )
     layers = []
     for n, k in SHAPES:
         bias = torch.linspace(-4, 4, n) if n == SHAPES[-1][0] else None
