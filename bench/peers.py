@@ -12,6 +12,7 @@ shown. Beside p50 and rate stands the ratio to a bare ASGI app.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import shutil
@@ -58,7 +59,7 @@ PEERS = (
     Peer("fastapi_raw", "FastAPI, raw bytes"),
     Peer("fastapi_json", "FastAPI, JSON lists", "json"),
     Peer("mosec_raw", "mosec", path="/inference"),
-    Peer("litserve_raw", "LitServe", path="/infer"),
+    Peer("litserve_raw", "LitServe, base64 in JSON", "base64", "/infer"),
     Peer("ray_raw", "Ray Serve"),
     Peer("bentoml_raw", "BentoML", "multipart", "/infer"),
 )
@@ -99,6 +100,9 @@ def request(peer: Peer, cell: Cell) -> bytes:
     fields = {"Host": "localhost", "Content-Type": "application/octet-stream"}
     if peer.form == "json":
         data = json.dumps({"x": x.tolist()}).encode()
+        fields["Content-Type"] = "application/json"
+    elif peer.form == "base64":
+        data = json.dumps({"x": base64.b64encode(data).decode()}).encode()
         fields["Content-Type"] = "application/json"
     elif peer.form == "multipart":
         head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'

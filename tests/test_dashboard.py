@@ -131,3 +131,17 @@ def test_what_the_compose_file_mounts_is_there() -> None:
     assert job["static_configs"] == [{"targets": ["gemmwire:8000"]}]
     [source] = yaml(ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_page_lists_every_metric(scrape: Scrape) -> None:
+    """Guards: a page that is behind the service."""
+    table = (ROOT / "docs" / "monitoring.md").read_text()
+    listed = {
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in _METRIC.findall(line.split("|")[1])
+    }
+    histogram = {f"gemmwire_stage_seconds_{part}" for part in ("bucket", "count", "sum")}
+    ours = {name for name in scrape.names() if name.startswith("gemmwire_")} - histogram
+    assert listed == ours | {"gemmwire_stage_seconds"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -21,8 +22,5 @@ class Linear:
 
 
 if __name__ == "__main__":
-    from bentoml.serving import serve_http
-
-    serve_http(
-        "bentoml_raw:Linear", port=int(sys.argv[1]), host="127.0.0.1", working_dir=str(Path(__file__).parent)
-    )
+    serve = [sys.executable, "-m", "bentoml", "serve", "bentoml_raw:Linear", "--host", "127.0.0.1"]
+    os.execv(sys.executable, [*serve, "--port", sys.argv[1]])

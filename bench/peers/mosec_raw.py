@@ -20,7 +20,7 @@ class Linear(Worker):
 
 
 if __name__ == "__main__":
-    sys.argv = [sys.argv[0], "--port", sys.argv[1], "--log-level", "error"]
+    sys.argv = [sys.argv[0], "--port", sys.argv[1], "--log-level", "error", "--max-request-size", "67108864"]
     server = Server()
     server.append_worker(Linear, num=1)
     server.run()

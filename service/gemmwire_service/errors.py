@@ -130,8 +130,9 @@ class KeyRefused(AccessRefused):
 
     def __init__(self, message: str, browsable: bool) -> None:
         super().__init__(message)
-        basic = ', Basic realm="gemmwire", charset="UTF-8"' if browsable else ""
-        self.challenge = f'Bearer realm="gemmwire"{basic}'
+        # Basic first: Chromium looks at no other challenge of a line, and would not ask for the key.
+        basic = 'Basic realm="gemmwire", charset="UTF-8", ' if browsable else ""
+        self.challenge = f'{basic}Bearer realm="gemmwire"'
 
 
 class KeyMissing(KeyRefused):

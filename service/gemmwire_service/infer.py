@@ -194,7 +194,8 @@ def _refuse_part(engine: Engine, name: str) -> None:
         if of_module and any(part.name == last for part in layer.spec.parts):
             raise WireError(
                 "layer_unknown",
-                f"{name[:120]!r} is fused into layer {layer.name!r}; ask that for its output {last!r}",
+                f"{name[:120]!r} is fused into layer {layer.name!r}; ask that for its output {last!r}, and "
+                "refit it as a whole",
                 status=404,
                 expected=layer.name,
                 got=name[:120],

@@ -27,6 +27,7 @@ from .layer import Layer
 from .settings import Settings
 from .traffic import BOUNDS, Forwards, Histogram, Traffic
 
+_EOF = b"# EOF\n"  # of OpenMetrics
 _S = 1e-9  # seconds of a nanosecond
 _LES = [repr(bound / 1e9) for bound in BOUNDS]
 
@@ -45,21 +46,33 @@ def metrics_routes(engine: Engine, device: str, settings: Settings) -> APIRouter
     @routes.get("/metrics", summary="For Prometheus, as text or as OpenMetrics", response_class=Response)
     async def metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        numbers = Snapshot(registry.collect())  # here, where they are counted
-        body = await asyncio.to_thread(encode, numbers)
+        body = await _exposition(registry, encode)
         return Response(body, headers={"content-type": content_type})
 
     return routes
 
 
-class Snapshot(Collector):
-    """What another collector said, for an encoder on another thread: hundreds of layers take it long."""
+class _One(Collector):
+    """A registry of one metric."""
 
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = list(metrics)
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics
+        return [self._metric]
+
+
+async def _exposition(registry: CollectorRegistry, encode: Callable[[Collector], bytes]) -> bytes:
+    """Metric by metric, with requests in between: those of hundreds of layers take many milliseconds."""
+    pieces: list[bytes] = []
+    end = b""
+    for metric in registry.collect():
+        piece = encode(_One(metric))
+        if piece.endswith(_EOF):
+            piece, end = piece.removesuffix(_EOF), _EOF
+        pieces.append(piece)
+        await asyncio.sleep(0)
+    return b"".join([*pieces, end])
 
 
 class EngineCollector(Collector):

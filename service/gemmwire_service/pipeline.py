@@ -196,7 +196,7 @@ class Pipeline:
     def _program(self, layer: Layer, rows: int) -> Program:
         bucket = self._ladder.bucket_for(rows)
         program = layer.programs.get(bucket)
-        if program is None:  # of a layer that was never captured
+        if program is None:  # of a layer that was never captured, or has been released
             program = Program.of(layer.routes.by_bucket[bucket], bucket, self._machine.graphs.statics)
             layer.programs[bucket] = program
         return program

@@ -239,7 +239,8 @@ def _sources(name: str, model: Model, layers: list[Layer]) -> list[Source]:
         raise WeightsRefused(
             f"Model {name!r} keeps its weights: {model.source.path} has {len(new)} layers, not the "
             f"{len(served)} that are served; {len(missing)} are missing {missing[:3]}, {len(more)} are not "
-            f"served {more[:3]}",
+            f"served {more[:3]}. Name a model with these very layers, or replace them one by one with "
+            "PUT /v2/repository/models/{layer}/weights",
             expected=len(served),
             got=len(new),
         )

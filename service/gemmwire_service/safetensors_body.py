@@ -15,15 +15,14 @@ from torch import Tensor
 from .backends.base import LayerSpec
 from .checkpoint.base import LayerWeights, listed, shown
 from .checkpoint.float_layer import quantize_layer
+from .checkpoint.linear import E4M3, FLOATS
 from .checkpoint.safetensors_file import TORCH_DTYPES
 from .checkpoint.safetensors_header import PREFIX, TensorInfo, header_length, parse_header
+from .checkpoint.scales import E8M0
 from .errors import CheckpointError
 from .mxfp8.format import BLOCK
 from .mxfp8.weight import MxWeight
 
-FLOATS = ("BF16", "F16", "F32")
-E4M3 = "F8_E4M3"
-E8M0 = ("U8", "F8_E8M0")  # two names of exponents in a byte
 HEADER_LIMIT = 64 << 10  # bytes: three tensors take 300, the rest is __metadata__
 WEIGHT, SCALE, BIAS = "weight", "weight_scale", "bias"
 _WHERE = "the body"

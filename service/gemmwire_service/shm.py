@@ -96,7 +96,7 @@ class Regions:
 
     def __init__(self, offered: tuple[str, ...] = ()) -> None:
         self.offered = offered  # kinds of memory
-        self.generation = 0  # another one, and what was looked up may be gone
+        self.generation = 0  # another one, and a region that was found may be gone
         self._regions: dict[str, Region] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -125,7 +125,6 @@ class Regions:
     def add(self, name: str, memory: Memory) -> None:
         """After `refuse_new`, in the same turn of the event loop."""
         self._regions[name] = Region(name, memory)
-        self.generation += 1
         self._sweep_later()
 
     def remove(self, kind: str, name: str | None = None) -> None:

@@ -13,13 +13,17 @@ import re
 import stat
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, ClassVar, NoReturn
 
 from gemmwire.wire import Buffer, WireError
 
 FOLDER = "/dev/shm"
 _NAME = re.compile(r"/?([A-Za-z0-9][A-Za-z0-9._-]*)")
+_IN_TWO_FROM = 4 << 20  # bytes; 16 MiB that another core has written take 2.2 ms, by two threads 1.3
 _LONGEST = 255  # characters of a file's name
+# Without O_NONBLOCK, one who has a lease (fcntl) on the object would hold up the event loop for 45 seconds.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
@@ -41,6 +45,17 @@ class SystemMemory:
         return self._nbytes
 
     def read(self, target: memoryview, offset: int) -> None:
+        if len(target) < _IN_TWO_FROM:
+            return self._read(target, offset)
+        half = len(target) // 2
+        other = _second_reader().submit(self._read, target[half:], offset + half)
+        try:
+            self._read(target[:half], offset)
+        finally:
+            other.result()  # also after a failure: nobody may write to the target any more
+        return None
+
+    def _read(self, target: memoryview, offset: int) -> None:
         at = 0
         while at < len(target):
             count = os.preadv(self._file, [target[at:]], self.offset + offset + at)
@@ -131,6 +146,11 @@ def is_held(file: int) -> bool:
         return True
     fcntl.flock(file, fcntl.LOCK_UN)
     return False
+
+
+@cache
+def _second_reader() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="gemmwire-shm")
 
 
 def unavailable() -> str | None:

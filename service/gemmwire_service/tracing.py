@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from . import __version__
@@ -20,7 +21,8 @@ from .traffic import Finished, Traffic
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-_EXPORT_S = 5.0  # a collector that does not answer must not hold the server's end for long
+_EXPORT_S = 5.0
+_LAST_S = 3.0  # a collector that does not answer must not hold the server's end for long
 _CARRIED = (b"traceparent", b"tracestate")
 
 Value = str | int
@@ -51,7 +53,13 @@ def trace_requests(traffic: Traffic, endpoint: str) -> Callable[[], None]:
     exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     traffic.watch(RequestSpans(provider.get_tracer("gemmwire", __version__)), 0)
-    return provider.shutdown
+
+    def stop() -> None:
+        last = Thread(target=provider.shutdown, name="gemmwire-last-spans", daemon=True)
+        last.start()
+        last.join(_LAST_S)
+
+    return stop
 
 
 def _nothing() -> None:

@@ -237,6 +237,8 @@ def test_a_server_that_has_forgotten_is_told_again(
         call(served, "POST", "/v2/systemsharedmemory/unregister")
     for y in shared.infer_many([("m.plain", X)] * 3):
         np.testing.assert_array_equal(y, expected)
+    call(served, "POST", "/v2/systemsharedmemory/unregister")  # several that the client has kept
+    np.testing.assert_array_equal(shared.infer("m.plain", X), expected)
 
 
 def test_a_call_that_was_given_up_does_not_disturb_the_next(served: Served, shared: SharedClient) -> None:

@@ -175,7 +175,7 @@ def test_reading_needs_any_key_as_a_program_or_a_browser_shows_it(
     none = call(guarded, "GET", path)
     assert none.status == 401
     assert (
-        none.headers["www-authenticate"] == 'Bearer realm="gemmwire", Basic realm="gemmwire", charset="UTF-8"'
+        none.headers["www-authenticate"] == 'Basic realm="gemmwire", charset="UTF-8", Bearer realm="gemmwire"'
     )
     for key in keys.all:
         basic = base64.b64encode(f"somebody:{key}".encode()).decode()

@@ -199,7 +199,8 @@ def test_wrong_outputs_are_refused(fused: Served) -> None:
 def test_a_part_is_no_layer_of_its_own_and_says_where_it_is(fused: Served) -> None:
     refused = infer(fused, "f.a.q_proj", *message(rows(1)))
     assert (refused.status, refused.json["code"]) == (404, "layer_unknown")
-    assert refused.json["error"].endswith(f"fused into layer '{LAYER}'; ask that for its output 'q_proj'")
+    says = f"fused into layer '{LAYER}'; ask that for its output 'q_proj', and refit it as a whole"
+    assert refused.json["error"].endswith(says)
     assert call(fused, "GET", "/v2/models/f.a.z_proj").json["error"].startswith("There is no layer")
 
 

@@ -150,9 +150,7 @@ def test_a_client_that_leaves_is_counted(server: Served) -> None:
     hold(server.engine, gate)
     before = Scrape(server)
     body, length = rows(1)
-    head = (
-        f"POST /v2/models/m.plain/infer HTTP/1.1\r\nHost: a\r\n{HEADER_LENGTH}: {length}\r\n"
-    )
+    head = f"POST /v2/models/m.plain/infer HTTP/1.1\r\nHost: a\r\n{HEADER_LENGTH}: {length}\r\n"
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

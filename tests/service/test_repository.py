@@ -468,7 +468,7 @@ def test_a_device_with_graphs_captures_them_at_load_and_drops_them_at_unload(
             assert change(server, "unload", "live").status == 200
             assert {each.result().status for each in asked} <= {200, 404}
         assert made.graphs.used == before
-        assert layer.programs == {}
+        assert layer.graph_count == 0  # one that came late may have been answered since, without a graph
 
 
 def test_nothing_holds_a_model_that_was_unloaded_or_replaced(served: Served, root: Path) -> None:
@@ -557,6 +557,7 @@ def test_a_refit_that_is_refused_changes_no_layer(served: Served, root: Path, fa
         refused = change(served, "refit", "live", **{"from": "bad"})
         assert refused.status == 400
         assert refused.json["code"] == ("model_invalid" if fault == "broken" else "weights_invalid")
+        assert ("replace them one by one" in refused.json["error"]) == (fault in ("missing", "more"))
         assert_serves(served, tensors(1), "1")
 
 

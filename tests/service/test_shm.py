@@ -6,8 +6,10 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ import tritonclient.utils.shared_memory as triton_shm
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
+from gemmwire.wire import Shared, WireError
 from gemmwire_service import shm
 from http_calls import Reply, call, infer, message, raw
 from oracle import assert_rows_close, reference, spread
@@ -221,6 +224,24 @@ def test_a_remembered_request_reads_what_is_there_now(served: Served, region: Ob
         assert region.get(Y_BYTES, 32768) == answer_of(served, x)
 
 
+def test_large_tensors_arrive_whole(served: Served) -> None:
+    """Guards: the halves of a read that two threads make, swapped or with a gap."""
+    x = torch.randint(-(2**15), 2**15, (1 << 16, 128), dtype=torch.int16)
+    memory = served.lane.infer.regions if served.lane else None
+    with made(20 << 20) as found:
+        found.put(raw(x), 100)
+        assert register(served, key=found.key, offset=4, byte_size=(16 << 20) + 200).status == 200
+        if memory is None:
+            return
+        for nbytes in (16 << 20, (16 << 20) - 1, 4 << 20, (4 << 20) + 1):
+            place = Shared("r", 96, nbytes)
+            assert memory.find(place, "x").read(place) == raw(x)[:nbytes]
+        found.resize(12 << 20)
+        with pytest.raises(WireError) as caught:
+            memory.find(place, "x").read(Shared("r", 96, 16 << 20))
+        assert caught.value.code == "region_gone"
+
+
 def test_a_name_that_was_registered_again_means_the_new_object(served: Served, region: Object) -> None:
     """Guards: a remembered request that goes on reading and writing the old one."""
     assert infer_shared(served).status == 200
@@ -320,6 +341,31 @@ def test_what_a_client_did_not_make_as_an_object_is_refused(
                 os.unlink(each)
     assert names(served) == []
     assert open_files() <= before + 1  # of the connection that is being closed
+
+
+LEASE = """
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+file = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("leased", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_object_that_somebody_has_a_lease_on_is_not_waited_for(served: Served) -> None:
+    """Guards: an open that holds up every other request for as long as its client likes."""
+    with made() as found:
+        found.close()  # a lease is given for what nobody else has open
+        with subprocess.Popen([sys.executable, "-c", LEASE, found.path], stdout=subprocess.PIPE) as holder:
+            try:
+                assert holder.stdout is not None
+                if holder.stdout.readline() != b"leased\n":
+                    pytest.skip("this system gives no leases")
+                reply = register(served, key=found.key)
+            finally:
+                holder.kill()
+        assert (reply.status, reply.json["code"]) == (400, "region_refused")
 
 
 KEYS = {
@@ -538,6 +584,8 @@ def test_nobody_has_to_ask_for_a_region_to_go(checkpoint: Path, monkeypatch: pyt
     with serving(settings(model=(f"m={checkpoint}",), shm_prefix=PREFIX)) as served, made() as found:
         assert register(served, key=found.key).status == 200
         before = open_files()
+        time.sleep(0.05)  # some sweeps that find nothing
+        assert names(served) == ["r"]
         found.unlink()
         until(lambda: open_files() < before, "the region was kept")
 

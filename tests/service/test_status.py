@@ -91,7 +91,7 @@ def test_the_queue_is_told_while_it_waits(server: Served) -> None:
     try:
         until(lambda: server.engine.waiting == 1, "the request did not come to the queue")
         queue = call(server, "GET", "/status").json["queue"]
-        assert (queue["requests"], queue["rows"], queue["bytes"]) == (1, 3, 3 * 128 * 2)
+        assert (queue["requests"], queue["rows"], queue["bytes"]) == (1, 3, 3 * (128 + 64) * 2)  # of x and y
     finally:
         gate.set()
         thread.join()

@@ -44,7 +44,9 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "glassllm",
         "glassllm, glassllm:<language> or its .npz",
-        lambda path: glassllm.is_installed_name(path) or path.suffix.lower() == ".npz",
+        lambda path: (
+            glassllm.is_installed_name(path) or (path.suffix.lower() == ".npz" and not path.is_dir())
+        ),
         lambda path, allow_unquantized: glassllm.GlassllmCheckpoint(path),
     ),
     Format(

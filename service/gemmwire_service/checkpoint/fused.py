@@ -18,10 +18,10 @@ from gemmwire_service.checkpoint.base import (
     LayerShape,
     LayerWeights,
     Probe,
-    Skipped,
     listed,
     unknown_layer,
 )
+from gemmwire_service.checkpoint.wrapped import WrappedCheckpoint
 from gemmwire_service.fusing import Rule
 from gemmwire_service.mxfp8.weight import MxWeight
 
@@ -34,11 +34,11 @@ class _Group:
     names: tuple[str, ...]
 
 
-class FusedCheckpoint:
+class FusedCheckpoint(WrappedCheckpoint):
     """A `Checkpoint` whose layers are fused by rules, where they have one K and all or none a bias."""
 
     def __init__(self, checkpoint: Checkpoint, rules: Sequence[Rule]) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint)
         self._groups: dict[str, _Group] = {}
         refused: list[str] = []
         there = set(checkpoint.names())
@@ -55,39 +55,31 @@ class FusedCheckpoint:
         self._notes = _notes(self._groups, rules, refused)
 
     @property
-    def format(self) -> str:
-        return self._checkpoint.format
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        return self._checkpoint.skipped
-
-    @property
     def notes(self) -> tuple[str, ...]:
-        return (*self._checkpoint.notes, *self._notes)
+        return (*super().notes, *self._notes)
 
     def names(self) -> tuple[str, ...]:
         """A fused layer stands where the first of its parts did."""
         return tuple(self._names)
 
     def spec(self, name: str) -> LayerShape:
-        shapes = [self._checkpoint.spec(part) for part in self._parts(name)]
+        shapes = [self._within.spec(part) for part in self._parts(name)]
         return LayerShape(sum(shape.n for shape in shapes), shapes[0].k, shapes[0].has_bias)
 
     def nbytes(self, name: str) -> int:
-        return sum(self._checkpoint.nbytes(part) for part in self._parts(name))
+        return sum(self._within.nbytes(part) for part in self._parts(name))
 
     def read(self, name: str) -> LayerWeights:
         if name not in self._groups:
-            return self._checkpoint.read(self._parts(name)[0])
-        return _fuse(name, [self._checkpoint.read(part) for part in self._parts(name)])
+            return self._within.read(self._parts(name)[0])
+        return _fuse(name, [self._within.read(part) for part in self._parts(name)])
 
     def parts(self, name: str) -> tuple[tuple[str, int], ...]:
         """Name and rows of each layer that `name` is fused from, in order; none for one that is not."""
         group = self._groups.get(name)
         if group is None:
             return ()
-        rows = (self._checkpoint.spec(part).n for part in group.names)
+        rows = (self._within.spec(part).n for part in group.names)
         return tuple(zip(group.rule.parts, rows, strict=True))
 
     def _parts(self, name: str) -> tuple[str, ...]:
@@ -104,7 +96,7 @@ class FusedCheckpoint:
             return f"there is no {listed(missing)}"
         if name in there:
             return f"there is a layer {name} already"
-        shapes = [self._checkpoint.spec(part) for part in group.names]
+        shapes = [self._within.spec(part) for part in group.names]
         if len({shape.k for shape in shapes}) > 1:
             return f"K differs: {', '.join(str(shape.k) for shape in shapes)}"
         if len({shape.has_bias for shape in shapes}) > 1:

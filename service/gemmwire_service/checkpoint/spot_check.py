@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemmwire_service.checkpoint.base import Checkpoint, LayerShape, LayerWeights, Skipped, listed, shown
+from gemmwire_service.checkpoint.base import Checkpoint, LayerWeights, listed, shown
 from gemmwire_service.checkpoint.linear import FLOATS
 from gemmwire_service.checkpoint.safetensors import SafetensorsCheckpoint
+from gemmwire_service.checkpoint.wrapped import WrappedCheckpoint
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.format import BLOCK, dequantize
 from gemmwire_service.mxfp8.layout import ScaleLayout, unswizzle
@@ -25,7 +26,7 @@ saturates; under a scale that is off by one they are off by a half or more."""
 _HALF_STEP = -10  # exponent of half of E4M3's smallest step
 
 
-class SpotChecked:
+class SpotChecked(WrappedCheckpoint):
     """A `Checkpoint` whose MXFP8 layers are compared with `reference` when they are read, in ROWS rows.
 
     Raises CheckpointError where the two have no layer in common, and from `read` for a layer that is not a
@@ -33,7 +34,8 @@ class SpotChecked:
     """
 
     def __init__(self, checkpoint: Checkpoint, reference: SafetensorsCheckpoint) -> None:
-        self._checkpoint, self._reference = checkpoint, reference
+        super().__init__(checkpoint)
+        self._reference = reference
         self._common = {name for name in checkpoint.names() if _comparable(checkpoint, reference, name)}
         if not self._common:
             raise CheckpointError(
@@ -44,29 +46,12 @@ class SpotChecked:
             )
 
     @property
-    def format(self) -> str:
-        return self._checkpoint.format
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        return self._checkpoint.skipped
-
-    @property
     def notes(self) -> tuple[str, ...]:
         count = f"{len(self._common)} of {len(self.names())} layers"
-        return (*self._checkpoint.notes, f"{count} are held against {self._reference.path}")
-
-    def names(self) -> tuple[str, ...]:
-        return self._checkpoint.names()
-
-    def spec(self, name: str) -> LayerShape:
-        return self._checkpoint.spec(name)
-
-    def nbytes(self, name: str) -> int:
-        return self._checkpoint.nbytes(name)
+        return (*super().notes, f"{count} are held against {self._reference.path}")
 
     def read(self, name: str) -> LayerWeights:
-        weights = self._checkpoint.read(name)
+        weights = super().read(name)
         if name in self._common and weights.source_dtype == "MXFP8":
             rows = torch.linspace(0, weights.weight.n - 1, min(ROWS, weights.weight.n)).round().long()
             tensor = self._reference.linears[name].weight.name

@@ -5,7 +5,8 @@
 
 A layer is found by the content of its tensors. That is hashed once for a file: as long as device, inode, size
 and time of change are the same, which is also how a change under a running server is noticed, the hash noted
-in `seen` is taken. Nothing here stops a server: what cannot be read or written is said and done without.
+in `seen` is taken. Both folders are their owner's alone, or are not used. Nothing here stops a server: what
+cannot be read or written is said and done without.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,10 +23,11 @@ import torch
 from torch import Tensor
 
 from gemmwire_service import __version__
-from gemmwire_service.checkpoint.base import LayerShape, LayerWeights, Probe, Skipped
+from gemmwire_service.checkpoint.base import LayerShape, LayerWeights, Probe
 from gemmwire_service.checkpoint.safetensors import SafetensorsCheckpoint
 from gemmwire_service.checkpoint.safetensors_file import TORCH_DTYPES, SafetensorsFile
 from gemmwire_service.checkpoint.safetensors_writer import NewTensor, SafetensorsWriter
+from gemmwire_service.checkpoint.wrapped import WrappedCheckpoint
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.weight import MxWeight
 
@@ -32,46 +35,28 @@ log = logging.getLogger("gemmwire.weight_cache")
 
 FORMAT = 1  # of what is kept; raise it when that, or a byte that the quantizer makes, changes
 _DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "F8_E8M0"}
+WEIGHTS, SEEN = "weights", "seen"
 CODES, SCALES, BIAS, PROBE_X, PROBE_Y = "codes", "scales", "bias", "probe.x", "probe.y"
 
 
-class CachedCheckpoint:
+class CachedCheckpoint(WrappedCheckpoint):
     """A `Checkpoint` that quantizes a float layer once and takes it from `folder` from then on.
 
     Layers that are MXFP8 as stored are read from where they are.
     """
 
     def __init__(self, checkpoint: SafetensorsCheckpoint, folder: Path) -> None:
+        super().__init__(checkpoint)
         self._checkpoint, self._folder = checkpoint, folder
+        self._ours = _is_ours(folder / WEIGHTS) and _is_ours(folder / SEEN)
         self.hits = 0
-
-    @property
-    def format(self) -> str:
-        return self._checkpoint.format
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        return self._checkpoint.skipped
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._checkpoint.notes
-
-    def names(self) -> tuple[str, ...]:
-        return self._checkpoint.names()
-
-    def spec(self, name: str) -> LayerShape:
-        return self._checkpoint.spec(name)
-
-    def nbytes(self, name: str) -> int:
-        return self._checkpoint.nbytes(name)
 
     def read(self, name: str) -> LayerWeights:
         self.spec(name)  # raises for an unknown one
         linear = self._checkpoint.linears[name]
-        if linear.scale is not None:
+        if linear.scale is not None or not self._ours:
             return self._checkpoint.read(name)
-        path = self._folder / "weights" / f"{self._key(name)}.safetensors"
+        path = self._folder / WEIGHTS / f"{self._key(name)}.safetensors"
         kept = _load(path, name, self.spec(name), linear.weight.dtype) if path.exists() else None
         if kept is not None:
             self.hits += 1
@@ -86,7 +71,7 @@ class CachedCheckpoint:
 
     def _content(self, name: str) -> str:
         """The hash of the content, as noted for these very files, or computed and noted."""
-        note = self._folder / "seen" / sha256(self._place(name).encode()).hexdigest()
+        note = self._folder / SEEN / sha256(self._place(name).encode()).hexdigest()
         try:
             noted = note.read_text("ascii")
             if len(noted) == sha256().digest_size * 2:
@@ -164,6 +149,22 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error.strerror or error)
         _remove(beside)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is such as `_make` makes it, or is not there yet."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return True
+    own = not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
+    if not (own and stat.S_ISDIR(status.st_mode)):
+        log.warning(
+            "%s is not used: others can write to it, and what they put there would be served; remove it",
+            folder,
+        )
+        return False
+    return True
 
 
 def _make(folder: Path) -> None:

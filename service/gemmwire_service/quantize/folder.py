@@ -60,6 +60,8 @@ def check_replaceable(folder: Path, force: bool) -> None:
         return
     if not folder.is_dir():
         raise OutputError(f"{folder}: is there and is no folder; name a folder to make")
+    if folder.is_mount():
+        raise OutputError(f"{folder}: is a mount point, whose place nothing can take; name a folder in it")
     names = [entry.name for entry in folder.iterdir()]
     if not names:
         return
@@ -132,12 +134,13 @@ def _take_place(made: Path, folder: Path) -> None:
         made.rename(folder)
     else:
         away = Path(tempfile.mkdtemp(prefix=f".{folder.name}.replaced-", dir=folder.parent))
-        folder.rename(away / folder.name)
         try:
-            made.rename(folder)
-        except OSError:
-            (away / folder.name).rename(folder)
-            raise
+            folder.rename(away / folder.name)
+            try:
+                made.rename(folder)
+            except OSError:
+                (away / folder.name).rename(folder)
+                raise
         finally:
             shutil.rmtree(away, ignore_errors=True)
     _sync(folder.parent)

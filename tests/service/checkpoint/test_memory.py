@@ -53,6 +53,32 @@ print(status("VmHWM") - before)
 )
 
 
+START = (
+    STATUS
+    + """
+import torch
+from gemmwire_service.backends.storage import nbytes
+from gemmwire_service.buckets import Ladder
+from gemmwire_service.device import Device
+from gemmwire_service.loader import load_layers
+from gemmwire_service.settings import Settings
+
+torch.set_num_threads(1)
+
+def load(path):
+    settings = Settings(device="cpu", model=(path,), cache_dir=path)
+    device = Device(torch.device("cpu"), Ladder((8,)), print)
+    return list(load_layers(settings, settings.backend, device))
+
+small = load("m=" + sys.argv[1])
+before = status("VmRSS")
+layers = load("m=" + sys.argv[2])
+forms = sum(nbytes(layer.routes.by_bucket[8].weight) for layer in layers)
+print(status("VmHWM") - before - forms)
+"""
+)
+
+
 def tensors(kind: str, shrink: int = 1) -> dict[str, torch.Tensor]:
     n, k = SHAPES[kind][0] // shrink, SHAPES[kind][1]
     found = {}
@@ -78,6 +104,18 @@ def test_the_peak_is_the_result_and_two_layers(kind: str, tmp_path: Path) -> Non
     result = LAYERS * (n * k + n * k // 32)
     layer = (large / "model.safetensors").stat().st_size // LAYERS
     assert peak <= result + 2 * layer + SLACK, f"{peak / MIB:.1f} MiB, of which {result / MIB:.1f} stay"
+
+
+@measurable
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_start_takes_the_layers_and_two_more(kind: str, tmp_path: Path) -> None:
+    """Guards: layers that are kept as they were read beside what they are served from."""
+    small, large = model(tmp_path / "small", kind, shrink=64), model(tmp_path / "large", kind)
+    above = measured(START, small, large)
+    n, k = SHAPES[kind]
+    layer = max(4 * MIB, 2 * n * k)  # as stored, or in the BF16 of emulation
+    piece = 8 * MIB  # of a weight that is dequantized
+    assert above <= 2 * layer + piece + SLACK, f"{above / MIB:.1f} MiB beside the layers"
 
 
 @measurable

@@ -43,6 +43,13 @@ def test_the_name_glassllm_goes_before_a_folder(folder: Path, monkeypatch: pytes
     assert open_checkpoint(folder / "glassllm").format == "safetensors"
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".bin"])
+def test_a_folder_may_be_named_as_a_file_is(suffix: str, folder: Path) -> None:
+    (folder / f"step{suffix}").mkdir()
+    (folder / "model.safetensors").rename(folder / f"step{suffix}" / "model.safetensors")
+    assert open_checkpoint(folder / f"step{suffix}").names() == ("m",)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

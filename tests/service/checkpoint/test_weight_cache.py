@@ -216,6 +216,31 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path, cache: Path) -> None:
     assert {(cache / name).stat().st_mode & 0o777 for name in ("weights", "seen")} == {0o700}
 
 
+@pytest.mark.parametrize("name", ["weights", "seen"])
+@pytest.mark.parametrize("how", ["mode", "link", "owner"])
+def test_a_folder_that_others_can_write_to_is_not_used(
+    how: str,
+    name: str,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Guards: weights that somebody else put there, for content whose hash anyone can compute."""
+    source = saved(tmp_path / "m")
+    read(opened(source, cache))
+    if how == "mode":
+        (cache / name).chmod(0o777)
+    elif how == "link":
+        (cache / name).rename(tmp_path / "elsewhere")
+        (cache / name).symlink_to(tmp_path / "elsewhere")
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: (cache / name).stat().st_uid + 1)
+    again = opened(source, cache)
+    assert (len(read(again)), again.hits) == (2, 0)
+    assert "is not used: others can write to it" in caplog.text
+
+
 def test_it_says_of_a_checkpoint_what_the_checkpoint_says(tmp_path: Path, cache: Path) -> None:
     source = saved(tmp_path / "m")
     plain, cached = open_checkpoint(source), opened(source, cache)

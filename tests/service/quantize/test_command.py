@@ -363,14 +363,26 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     assert_nothing_left(tmp_path / "made")
 
 
+def test_a_mount_point_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards: hours of work for a folder that cannot take the place of a volume."""
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "made")
+    monkeypatch.setattr("gemmwire_service.quantize.command.replacing", None)
+    assert run(source, tmp_path / "made") == 2
+    assert "made: is a mount point, whose place nothing can take" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", ["made", ".made.partial-"])
 def test_a_rename_that_fails_puts_back_what_was_there(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = model(tmp_path / "made", {"old": torch.ones(1)})
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
+        if self.name.startswith(step) and self.parent == tmp_path:
             raise OSError(28, "No space left on device")
         return rename(self, target)
 

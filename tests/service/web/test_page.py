@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from safetensors.torch import save_file
 
 from http_calls import infer, message
+from keyed import drawn
 from oracle import spread
 from serving import Served, serving, settings
 
@@ -175,6 +176,19 @@ def test_it_is_dark_where_that_is_liked(served: Served, page: Page) -> None:
     light = colours()
     page.emulate_media(color_scheme="dark")
     assert set(light).isdisjoint(colours())
+
+
+def test_a_key_that_the_browser_asks_for_opens_it(checkpoint: Path, browser: Browser, tmp_path: Path) -> None:
+    """Guards: a page that shows itself and then may not ask for its numbers."""
+    keys = drawn(tmp_path)
+    with serving(settings(model=(f"m={checkpoint}",), key_file=str(keys.path))) as served:
+        context = browser.new_context(http_credentials={"username": "me", "password": keys.infer})
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.goto(served.url)
+        name_of(page, "m.plain").click()
+        expect(page.locator(".detail dl")).to_contain_text("emulation on cpu")
+        context.close()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

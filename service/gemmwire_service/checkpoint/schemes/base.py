@@ -15,7 +15,7 @@ from gemmwire_service.checkpoint.base import shown
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.format import BLOCK
 
-PATIENCE_S = 5.0  # for all modules of a list of expressions; thousands take milliseconds
+PATIENCE_S = 30.0  # for all modules of a list of expressions; a million matches take a second or two
 
 Match = Callable[[str], str | None]
 """Module name -> the entry of a list that names it, or None."""
