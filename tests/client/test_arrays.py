@@ -232,6 +232,14 @@ def test_what_cannot_be_sent_is_refused_with_the_way_to_convert(x: Any, code: st
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    """Guards: torch's request to report a bug, for a tensor that has no shape."""
+    x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(InputError, match="x is nested; a dense tensor"):
+        sent(x)
+
+
 def test_a_tensor_that_requires_grad_is_sent_where_no_gradient_is_wanted() -> None:
     """Guards: a model's own parameters refused under no_grad, as in every evaluation."""
     x = torch.ones(2, requires_grad=True)

@@ -32,7 +32,6 @@ class Torch:
         from gemmwire.mxfp8 import BLOCK, torch_blocks
 
         self.checked(x)
-        _refuse_hollow(x, "x")
         k = x.shape[-1]
         rows = x.detach().to(torch.bfloat16)
         if k % BLOCK:
@@ -46,6 +45,7 @@ class Torch:
         datatype = DATATYPES.get(self.dtype(x))
         if datatype is None:
             refuse_dtype(x.dtype, "x.to(torch.float32)")
+        _refuse_hollow(x, "x")
         refuse_scalar(x.ndim)
         if x.requires_grad and torch.is_grad_enabled():
             raise InputError(
@@ -90,8 +90,8 @@ def _refuse_hollow(x: torch.Tensor, name: str) -> None:
     """Errors: `InputError` for a tensor whose elements do not lie in memory, one after the other."""
     import torch
 
-    if x.layout is not torch.strided or x.is_meta:
-        kind = "a meta tensor" if x.is_meta else f"of layout {x.layout}"
+    if x.layout is not torch.strided or x.is_meta or x.is_nested:
+        kind = "a meta tensor" if x.is_meta else "nested" if x.is_nested else f"of layout {x.layout}"
         raise InputError(
             "memory_unsupported", f"{name} is {kind}; a dense tensor that holds values is needed"
         )
