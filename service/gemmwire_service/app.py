@@ -21,6 +21,7 @@ from gemmwire.wire import WireError
 from . import __version__
 from .access import Access
 from .control import control_routes
+from .docs import docs_routes
 from .endpoint import InferEndpoint, send_reply
 from .engine import Engine
 from .errors import AccessRefused, EngineError
@@ -105,6 +106,10 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         version=__version__,
         description="MXFP8 linear layers, y = x @ W.T + b, over the Open Inference Protocol v2.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's own pages run scripts of another site, as this one's
+        redoc_url=None,
+        # It would name http behind a proxy that ends TLS, and a client that follows shows its key unencrypted.
+        redirect_slashes=False,
     )
     app.state.engine = engine
     log_requests(engine.traffic, settings)
@@ -123,6 +128,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     app.include_router(metrics_routes(engine, device, settings))
     app.include_router(status_routes(engine, device, ladder.buckets, settings))
     app.include_router(shm_routes(regions, openers))
+    app.include_router(docs_routes())
     _install_errors(app)
     _document_infer(app)
     return app

@@ -44,10 +44,12 @@ def control_routes(
     async def server_metadata() -> ServerMetadata:
         return ServerMetadata(name="gemmwire", version=__version__, extensions=extensions)
 
+    @routes.head("/v2/health/live", include_in_schema=False)
     @routes.get("/v2/health/live")
     async def live() -> Response:
         return Response(status_code=503 if engine.state is State.FAILED else 200)
 
+    @routes.head("/v2/health/ready", include_in_schema=False)
     @routes.get("/v2/health/ready")
     async def ready() -> Response:
         return Response(status_code=200 if engine.state is State.READY else 503)

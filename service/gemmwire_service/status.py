@@ -1,19 +1,11 @@
-"""GET /, a page to look at, and GET /status, the numbers that it draws.
-
-The page is one file without anything from elsewhere. It holds no data: layers have names that others choose,
-and reach it as JSON, of which it makes text.
-"""
+"""GET /, a page to look at, and GET /status, the numbers that it draws."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import time
-from base64 import b64encode
 from collections.abc import Iterable
-from hashlib import sha256
-from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -21,25 +13,18 @@ from fastapi import APIRouter, Response
 from . import __version__
 from .engine import Engine, State
 from .layer import Layer
+from .page import Page
 from .settings import Settings
 from .traffic import BOUNDS, Traffic
-
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def status_routes(engine: Engine, device: str, buckets: tuple[int, ...], settings: Settings) -> APIRouter:
     routes = APIRouter()
-    page = (files(__package__) / "web" / "index.html").read_text(encoding="utf-8")
-    headers = {
-        "content-security-policy": policy(page),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
+    page = Page("index.html")
 
     @routes.get("/", include_in_schema=False)
     async def index() -> Response:
-        return Response(page, media_type="text/html", headers=headers)
+        return page.response()
 
     @routes.get("/status", summary="What the status page draws", response_class=Response)
     async def status() -> Response:
@@ -47,26 +32,6 @@ def status_routes(engine: Engine, device: str, buckets: tuple[int, ...], setting
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     return routes
-
-
-def policy(page: str) -> str:
-    """A Content-Security-Policy under which the page's own script and style run, and nothing else does."""
-    hashes: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, text in _INLINE.findall(page):
-        digest = b64encode(sha256(text.encode()).digest()).decode()
-        hashes[kind].append(f"'sha256-{digest}'")
-    return "; ".join(
-        [
-            "default-src 'none'",
-            "script-src " + " ".join(hashes["script"]),
-            "style-src " + " ".join(hashes["style"]),
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    )
 
 
 def document(engine: Engine, device: str, buckets: tuple[int, ...], settings: Settings) -> dict[str, Any]:

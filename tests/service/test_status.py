@@ -10,12 +10,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from gemmwire_service.app import create_app
-from gemmwire_service.status import policy
+from gemmwire_service.page import policy
 from http_calls import call, infer, message
 from serving import Served, hold, serving, settings, until
 
@@ -24,21 +25,25 @@ def body(k: int = 128, m: int = 3) -> tuple[bytes, int]:
     return message(torch.ones(m, k, dtype=torch.bfloat16))
 
 
-def test_the_page_needs_nothing_from_elsewhere(server: Served) -> None:
-    """Guards: a page that is blank on a machine without the internet."""
-    reply = call(server, "GET", "/")
+@pytest.mark.parametrize(
+    ("path", "links"), [("/", ['href="docs', 'href="metrics']), ("/docs", ['href="openapi.json'])]
+)
+def test_a_page_needs_nothing_from_elsewhere(server: Served, path: str, links: list[str]) -> None:
+    """Guards: a page that is blank on a machine without the internet, or that another site's script is in."""
+    reply = call(server, "GET", path)
     assert reply.status == 200
     assert reply.headers["content-type"].startswith("text/html")
     page = reply.body.decode()
-    assert re.findall(r"""(?:src|href)="(?!data:)[^"]*""", page) == ['href="docs', 'href="metrics']
+    assert re.findall(r"""(?:src|href)="(?!data:)[^"]*""", page) == links
     assert "//" not in re.sub(r"//\s|http://www.w3.org/2000/svg", "", page)
     assert not re.search(r"\son\w+=", page), "an inline event handler, which the policy forbids"
     assert "innerHTML" not in page
 
 
-def test_the_policy_lets_the_own_script_run_and_no_other(server: Served) -> None:
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_policy_lets_the_own_script_run_and_no_other(server: Served, path: str) -> None:
     """Guards: a hash of the script as it was, under which the page stays empty."""
-    reply = call(server, "GET", "/")
+    reply = call(server, "GET", path)
     (script,) = re.findall(r"<script>(.*?)</script>", reply.body.decode(), re.DOTALL)
     digest = b64encode(sha256(script.encode()).digest()).decode()
     rules = dict(rule.split(" ", 1) for rule in reply.headers["content-security-policy"].split("; "))

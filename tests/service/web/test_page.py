@@ -166,6 +166,16 @@ def test_it_works_behind_a_prefix(served: Served, page: Page, path: str) -> None
     assert urlsplit(page.locator("#to-docs").evaluate("node => node.href")).path == "/some/prefix/docs"
 
 
+def test_the_routes_are_listed_with_their_forms(served: Served, page: Page) -> None:
+    """Guards: a list of routes that is empty, or that opens nothing."""
+    page.goto(served.url + "/docs")
+    page.locator("summary", has_text="PUT /v2/repository/models/{layer}/weights").click()
+    page.locator("summary").get_by_text("/v2/models/{layer}/infer", exact=False).first.click()
+    page.locator("a:visible", has_text="InferRequestForm").click()
+    expect(page.locator("#InferRequestForm[open] table")).to_contain_text("inputs")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_it_is_dark_where_that_is_liked(served: Served, page: Page) -> None:
     def colours() -> tuple[str, str]:
         page.goto(served.url)
