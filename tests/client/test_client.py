@@ -186,7 +186,7 @@ def test_a_status_that_says_nothing_about_health_is_raised(status: int) -> None:
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_client_is_not_copied(kind: type[Client | AsyncClient], copied: Callable[[object], object]) -> None:
-    """Guards: a copy that shares connections, a key in a pickle (which asks as a copy does), an error about a lock."""
+    """Guards: connections shared with a copy, and a key in a pickle, which is made as a copy is."""
     with pytest.raises(TypeError, match="make one in each process") as caught:
         copied(kind("http://h", api_key="secret"))
     assert "secret" not in str(caught.value)
