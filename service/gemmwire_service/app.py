@@ -108,7 +108,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         lifespan=lifespan,
         docs_url=None,  # FastAPI's own pages run scripts of another site, as this one's
         redoc_url=None,
-        # It would name http behind a proxy that ends TLS, and a client that follows shows its key unencrypted.
+        # One would name http behind a proxy that ends TLS, where a client that follows shows its key.
         redirect_slashes=False,
     )
     app.state.engine = engine
