@@ -11,12 +11,12 @@ import uvicorn
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
     if scope["type"] != "http":
         return
-    body, more = b"", True
+    parts, more = [], True
     while more:
         message = await receive()
-        body += message.get("body", b"")
+        parts.append(message.get("body", b""))
         more = message.get("more_body", False)
-    reply = body
+    reply = b"".join(parts)
     headers = [(b"content-length", str(len(reply)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": reply})
