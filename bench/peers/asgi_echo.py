@@ -1,25 +1,7 @@
-"""A bare ASGI app on uvicorn that sends back what came: the HTTP server alone."""
+"""The bare ASGI app, sending back what came: the HTTP server alone."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from bare_asgi import serve
 
-import uvicorn
-
-
-async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    if scope["type"] != "http":
-        return
-    parts, more = [], True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    reply = b"".join(parts)
-    headers = [(b"content-length", str(len(reply)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": reply})
-
-
-uvicorn.run(app, port=int(sys.argv[1]), log_level="error", access_log=False, lifespan="off")
+serve(bytes)
