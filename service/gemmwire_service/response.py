@@ -26,23 +26,8 @@ def encode(
         shape = call.x.shape[:-1]
         text = _text(spec.name, *made_by, call.id, call.datatype, shape, spec.n, call.columns)
         return text.around(answer)
-    if call.columns:
-        return _several(call, spec, version, backend, answer)
-    if answer is None:
-        parameters: wire.Parameters = {"backend": backend}
-        message = InferResponse(spec.name, str(version), (_y(call, spec.n, b""),), call.id, parameters)
-        return wire.encode_response(message, [call.binary])
-    message = InferResponse(
-        spec.name, str(answer.version), (_y(call, spec.n, answer.data),), call.id, _parameters(answer)
-    )
-    return wire.encode_response(message, [call.binary])
-
-
-def _several(
-    call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None
-) -> tuple[dict[str, str], list[Buffer]]:
-    """The outputs that were asked for, cut from one y."""
     data = b"" if answer is None else answer.data
+    columns = call.columns or (Columns(OUTPUT, 0, spec.n, call.binary),)
     outputs = tuple(
         Tensor(
             each.name,
@@ -51,12 +36,12 @@ def _several(
             b"" if each.shared is not None else cut(data, call.rows, spec.n, each),
             each.shared,
         )
-        for each in call.columns
+        for each in columns
     )
-    parameters = {"backend": backend} if answer is None else _parameters(answer)
-    made_by = version if answer is None else answer.version
-    message = InferResponse(spec.name, str(made_by), outputs, call.id, parameters)
-    return wire.encode_response(message, [each.binary for each in call.columns])
+    parameters: wire.Parameters = {"backend": backend} if answer is None else _parameters(answer)
+    served = version if answer is None else answer.version
+    message = InferResponse(spec.name, str(served), outputs, call.id, parameters)
+    return wire.encode_response(message, [each.binary for each in columns])
 
 
 class _Text(NamedTuple):
@@ -105,7 +90,3 @@ def _parameters(answer: Answer) -> wire.Parameters:
         "queue_us": answer.queue_us,
         "device_us": answer.device_us,
     }
-
-
-def _y(call: Call, n: int, data: Buffer) -> Tensor:
-    return Tensor(OUTPUT, call.datatype, call.shape(n), data)
