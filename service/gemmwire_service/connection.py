@@ -25,17 +25,16 @@ from .body import aligned
 from .call import Call
 from .errors import ConnectionsFull, Draining, EngineError
 from .head import END, START, Head, parse_head
-from .infer import Reply, encodes_elsewhere, error_reply, request_id
+from .infer import Reply, encodes_elsewhere, error_reply, joined
 from .lane import Lane
 from .layer import Layer
 from .patience import Watch
 from .pieces import PiecesTransport
-from .uvicorn_protocol import UvicornProtocol, closing_answer
+from .uvicorn_protocol import UvicornProtocol, closing_answer, field_lines
 
 log = logging.getLogger("gemmwire.http")
 
 _LONGEST_HEAD = 8 << 10
-_JOIN_BELOW = 64 << 10  # one small copy is cheaper than one more system call
 _SURPLUS_S = 1.0  # for a client beyond the bound to send something, so that it hears why it is closed
 
 
@@ -359,15 +358,8 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_soon(self._take_early)
 
     def _message(self, reply: Reply, head: Head, keep_alive: bool) -> list[wire.Buffer]:
-        size = wire.buffers_size(reply.buffers)
-        fields = "".join([f"{name}: {value}\r\n" for name, value in reply.headers.items()])
-        fields += f"content-length: {size}\r\n"
-        identity = request_id(head.headers)
-        if identity:
-            fields += f"x-request-id: {identity}\r\n"
+        fields = reply.fields(head.headers)
         if not keep_alive:
-            fields += "connection: close\r\n"
+            fields["connection"] = "close"
         start = self._lane.start(reply.status, self._state.default_headers)
-        lines = start + f"{fields}\r\n".encode()
-        whole: list[wire.Buffer] = [lines, *reply.buffers]
-        return [b"".join(whole)] if size < _JOIN_BELOW else whole
+        return joined([start + field_lines(fields), *reply.buffers])

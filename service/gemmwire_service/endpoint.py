@@ -24,8 +24,8 @@ from .infer import (
     Reply,
     encodes_elsewhere,
     error_reply,
+    joined,
     refuse_repeated,
-    request_id,
     tensor_offset,
 )
 from .layer import Layer
@@ -35,7 +35,6 @@ log = logging.getLogger("gemmwire.http")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _WATCH_AFTER_S = 0.02
-_JOIN_BELOW = 64 << 10
 
 
 class InferEndpoint:
@@ -146,17 +145,9 @@ class _Waiting:
 
 
 async def send_reply(send: Send, reply: Reply, headers: Headers) -> None:
-    size = wire.buffers_size(reply.buffers)
-    fields = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
-    fields.append((b"content-length", b"%d" % size))
-    identity = request_id(headers)
-    if identity:
-        fields.append((b"x-request-id", identity.encode()))
+    fields = [(name.encode(), value.encode()) for name, value in reply.fields(headers).items()]
     await send({"type": "http.response.start", "status": reply.status, "headers": fields})
-    if size < _JOIN_BELOW:
-        # One small copy is cheaper than one more system call.
-        await send({"type": "http.response.body", "body": b"".join(reply.buffers)})
-        return
-    last = len(reply.buffers) - 1
-    for index, buffer in enumerate(reply.buffers):
+    buffers = joined(reply.buffers)
+    last = len(buffers) - 1
+    for index, buffer in enumerate(buffers):
         await send({"type": "http.response.body", "body": buffer, "more_body": index < last})

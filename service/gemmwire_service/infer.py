@@ -39,6 +39,7 @@ _ENCODE_ELSEWHERE_FROM = 4096  # numbers
 _CUT_ELSEWHERE_FROM = 1 << 20
 _REMEMBERED = 1024  # bytes of a JSON part, as binary requests have it
 _CALLS = 256
+_JOIN_BELOW = 64 << 10  # bytes
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -57,6 +58,14 @@ class Reply(NamedTuple):
     headers: dict[str, str]
     buffers: list[wire.Buffer]
     reason: str = ""  # the code of an error
+
+    def fields(self, headers: Headers) -> dict[str, str]:
+        """Those of its head: its own, its length, and the id of the request that had these `headers`."""
+        fields = {**self.headers, "content-length": str(wire.buffers_size(self.buffers))}
+        identity = request_id(headers)
+        if identity:
+            fields["x-request-id"] = identity
+        return fields
 
 
 class Infer:
@@ -155,6 +164,11 @@ def _remember(known: dict[Known, T], key: Known, value: T) -> None:
     if len(known) >= _CALLS:
         known.clear()
     known[key] = value
+
+
+def joined(buffers: list[wire.Buffer]) -> list[wire.Buffer]:
+    """As they are to be written: one small copy is cheaper than one more system call."""
+    return [b"".join(buffers)] if wire.buffers_size(buffers) < _JOIN_BELOW else buffers
 
 
 def encodes_elsewhere(call: Call, layer: Layer) -> bool:

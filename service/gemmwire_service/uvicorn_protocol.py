@@ -94,10 +94,14 @@ class UvicornProtocol(HttpToolsProtocol):
 def closing_answer(error: WireError | EngineError) -> bytes:
     """The answer of an error, outside of any request, after which the connection is closed."""
     reply = error_reply(error, {})
-    body = b"".join(reply.buffers)
-    fields = {**reply.headers, "content-length": str(len(body)), "connection": "close"}
+    fields = {**reply.fields({}), "connection": "close"}
+    return b"".join([STATUS_LINE[reply.status], field_lines(fields), *reply.buffers])
+
+
+def field_lines(fields: dict[str, str]) -> bytes:
+    """The fields of a head as they are written, and the empty line behind them."""
     lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
-    return STATUS_LINE[reply.status] + f"{lines}\r\n".encode() + body
+    return f"{lines}\r\n".encode()
 
 
 def _too_large() -> WireError:
