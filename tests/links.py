@@ -22,6 +22,7 @@ def linked(served: Served) -> Iterator[socket.socket]:
 
 @contextmanager
 def held(served: Served) -> Iterator[None]:
+    """The device does nothing in this block."""
     gate = threading.Event()
     hold(served.engine, gate)
     try:

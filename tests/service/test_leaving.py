@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +15,8 @@ import torch
 
 from gemmwire_service.backlog import Item
 from http_calls import HEADER_LENGTH, infer, message
-from serving import Served, hold, serving, settings, until
+from links import held
+from serving import Served, serving, settings, until
 
 X = torch.ones(1, 128)
 
@@ -26,17 +25,6 @@ X = torch.ones(1, 128)
 def small(checkpoint: object, request: pytest.FixtureRequest) -> Iterator[Served]:
     with serving(settings(model=(f"m={checkpoint}",), max_queue=2, fast_path=request.param)) as served:
         yield served
-
-
-@contextmanager
-def held(served: Served) -> Iterator[None]:
-    """The device does nothing in this block."""
-    gate = threading.Event()
-    hold(served.engine, gate)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 def request_bytes(layer: str = "m.plain") -> bytes:
