@@ -13,6 +13,7 @@ import torch
 
 from .backends import select
 from .backends.base import LayerSpec, Part, PreparedWeight
+from .cache import cache_folder
 from .check import check
 from .checkpoint import Checkpoint, LayerWeights, open_checkpoint
 from .checkpoint.base import listed
@@ -23,8 +24,9 @@ from .checkpoint.weight_cache import CachedCheckpoint
 from .device import Device
 from .errors import SettingsError
 from .layer import Layer
+from .mxfp8.fake import keep_compiled_in
 from .mxfp8.weight import MxWeight
-from .plans import Environment, PlanStore, cache_folder
+from .plans import Environment, PlanStore
 from .progress import Progress
 from .routes import Router
 from .settings import ModelSource, RandomLayer, Settings
@@ -121,6 +123,7 @@ class Loader:
     def _router_of(self, device: Device) -> Router:
         if self._router is None:
             cache = cache_folder(self._settings.cache_dir)
+            keep_compiled_in(cache)
             store = PlanStore(cache, Environment.of(device.device))
             self._router = Router(device.device, device.ladder.buckets, self._choice, store, cache)
         return self._router

@@ -30,7 +30,6 @@ from .backends.flashinfer_package import installed
 log = logging.getLogger("gemmwire.plans")
 
 FORMAT = 1
-AUTO = "auto"
 _ABSENT = "none"
 
 
@@ -82,20 +81,6 @@ class Environment:
         digest = sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
         gpu = "".join(letter if letter.isalnum() else "-" for letter in self.gpu)
         return f"plans-{gpu}-{digest[:16]}.json"
-
-
-def cache_folder(setting: str = AUTO, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder that `cache_dir` names; auto is $XDG_CACHE_HOME/gemmwire, else ~/.cache/gemmwire.
-
-    None where there is no home to put it in, as for a user that the system does not know.
-    """
-    try:
-        if setting != AUTO:
-            return Path(setting).expanduser()
-        base = environ.get("XDG_CACHE_HOME", "")
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "gemmwire"
-    except RuntimeError:
-        return None
 
 
 class PlanStore:

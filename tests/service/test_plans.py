@@ -18,7 +18,8 @@ import torch
 
 from gemmwire_service import plans
 from gemmwire_service.backends.base import Plan
-from gemmwire_service.plans import Environment, Measured, PlanKey, PlanStore, cache_folder
+from gemmwire_service.cache import cache_folder
+from gemmwire_service.plans import Environment, Measured, PlanKey, PlanStore
 from source_tree import ROOT
 
 HERE = Environment("NVIDIA B200", "10.0", "2.13.0", "13.0", "0.7.4", "0.7.4", "0.1.0")

@@ -18,7 +18,7 @@ from gemmwire_service import __version__
 from gemmwire_service.backends import flashinfer_package as package
 from gemmwire_service.backends.cuda_device import capability, dotted
 from gemmwire_service.backends.flashinfer_offline import cubins, workspace
-from gemmwire_service.plans import cache_folder
+from gemmwire_service.cache import cache_folder
 
 from .folders import unwritable
 

@@ -1,6 +1,8 @@
 """Fake quantization: x rounded to what its MXFP8 form stands for, in BF16, without making that form.
 
-This is the hot path of a forward on a CPU, hence few passes and no allocation. How a tile is rounded:
+This is the hot path of a forward, so it is one pass where it can be: a kernel of Triton's on a GPU, and a C
+function on a CPU, where there is a compiler. Elsewhere it is few passes of torch's operators without
+allocation, against which the C function is checked when it is loaded. How a tile is rounded:
 
 1. The scale 2^(s-127) of a block follows from the bits of its amax. For a BF16 amax with exponent field e and
    mantissa field f (7 bits), s = e - 8 + (f > 96), because 448 is 1.75 * 2^8 and 1 + 96/128 is 1.75. Adding
@@ -17,12 +19,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gemmwire_service.cache import cache_folder
+from gemmwire_service.mxfp8.fake_cpu import NotCompiled, Quantize, load
 from gemmwire_service.mxfp8.format import BLOCK
 
 log = logging.getLogger("gemmwire.mxfp8")
@@ -50,6 +55,14 @@ def fake_quantize(x: Tensor, out: Tensor, workspace: Workspace | None = None) ->
     if x.is_cuda and (fused := _fused()) is not None:
         fused(x, out)
         return
+    if not x.is_cuda and (compiled := _native.quantize) is not None and x.stride(1) == out.stride(1) == 1:
+        compiled(x, out)
+        return
+    round_by_operators(x, out, workspace)
+
+
+def round_by_operators(x: Tensor, out: Tensor, workspace: Workspace | None = None) -> None:
+    """The same on any device by torch's operators."""
     if workspace is None:
         workspace = Workspace(x.shape[0], x.shape[1], x.device)
     if x.shape[0] <= workspace.rows:  # a small x is one tile, and splitting it costs as much as rounding it
@@ -68,6 +81,50 @@ def _fused() -> Callable[[Tensor, Tensor], None] | None:
         log.warning("x is quantized by a dozen kernels instead of one: Triton cannot be imported (%s)", error)
         return None
     return fused
+
+
+@dataclass
+class _Native:
+    """The same in one pass for a CPU, compiled at its first use and kept in a folder."""
+
+    folder: Path | None = field(default_factory=cache_folder)
+
+    @cached_property
+    def quantize(self) -> Quantize | None:
+        try:
+            compiled = load(self.folder)
+        except (NotCompiled, OSError) as error:
+            log.warning("x is quantized by 14 operators of torch instead of one function: %s", error)
+            return None
+        if not _same_bits(compiled):
+            log.error("x is quantized by torch's operators: the compiled function gives other bits")
+            return None
+        return compiled
+
+
+_native = _Native()
+
+
+def keep_compiled_in(folder: Path | None) -> None:
+    """Say where, before the first use; else it is the user's cache folder."""
+    _native.folder = folder
+
+
+def _same_bits(compiled: Quantize) -> bool:
+    """Whether it agrees with the operators: on every BF16 among its like, and as the largest of a block that
+    goes down to what is flushed."""
+    every = torch.arange(1 << 16, dtype=torch.int32).view(-1, BLOCK)
+    largest = torch.arange(1 << 15, dtype=torch.int32)[:, None]
+    below = largest - torch.arange(BLOCK, dtype=torch.int32) * 73  # 73/128 of an exponent a step
+    for bits in (every, below.clamp_min_(0), -1 - below):
+        x = bits.to(torch.int16).view(torch.bfloat16).view(-1, 8 * BLOCK)
+        expected, out = torch.empty_like(x), torch.empty_like(x)
+        round_by_operators(x, expected)
+        compiled(x, out)
+        same = (out.view(torch.int16) == expected.view(torch.int16)) | (out.isnan() & expected.isnan())
+        if not bool(same.all()):
+            return False
+    return True
 
 
 class Workspace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -13,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gemmwire_service.mxfp8.fake import Workspace, fake_quantize
+from gemmwire_service.mxfp8.fake import Workspace, fake_quantize, round_by_operators
 from gemmwire_service.mxfp8.format import BLOCK, dequantize, quantize
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "mxfp8_quantize_cuda.npz"
+Rounding = Callable[..., None]
 INF, NAN = float("inf"), float("nan")
 ULP = 2.0**-23  # of FP32 at 1
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -311,17 +313,23 @@ def assert_fake_is_quantize_dequantize(x: Tensor, out: Tensor) -> None:
     assert torch.equal(out.isnan(), ~x.isfinite())
 
 
-def test_fake_quantize_of_every_golden_block(goldens: tuple[Tensor, Tensor, Tensor]) -> None:
+@pytest.mark.parametrize("round_to", [fake_quantize, round_by_operators])
+def test_fake_quantize_of_every_golden_block(
+    round_to: Rounding, goldens: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """Guards: the short way of rounding against the long one, for every BF16 pattern there is."""
     x = goldens[0]
     out = torch.empty_like(x)
-    fake_quantize(x, out)
+    round_to(x, out)
     assert_fake_is_quantize_dequantize(x, out)
 
 
+@pytest.mark.parametrize("round_to", [fake_quantize, round_by_operators])
 @settings(deadline=None)  # a shared machine may pause for longer than any
 @given(st.integers(1, 70), st.integers(1, 40), st.integers(0, 2**32), st.booleans())
-def test_fake_quantize_in_tiles_and_into_a_slice(m: int, blocks: int, seed: int, narrow: bool) -> None:
+def test_fake_quantize_in_tiles_and_into_a_slice(
+    round_to: Rounding, m: int, blocks: int, seed: int, narrow: bool
+) -> None:
     """Guards: a row that a tile boundary moves, a workspace that remembers, columns beside the slice."""
     generator, k = torch.Generator().manual_seed(seed), blocks * BLOCK
     low, high = (
@@ -331,19 +339,20 @@ def test_fake_quantize_in_tiles_and_into_a_slice(m: int, blocks: int, seed: int,
     wide = torch.full((m, k + 32), 7.0, dtype=torch.bfloat16)
     for _ in range(2):
         x = torch.randint(low, high, (m, k), generator=generator, dtype=torch.int16).view(torch.bfloat16)
-        fake_quantize(x, wide[:, :k], workspace)
+        round_to(x, wide[:, :k], workspace)
         assert_fake_is_quantize_dequantize(x, wide[:, :k])
     assert (wide[:, k:] == 7.0).all()
 
 
+@pytest.mark.parametrize("round_to", [fake_quantize, round_by_operators])
 @pytest.mark.parametrize("m", [1, 31, 32, 33, 100], ids="rows{}".format)
-def test_fake_quantize_of_more_rows_than_a_tile_holds(m: int) -> None:
+def test_fake_quantize_of_more_rows_than_a_tile_holds(round_to: Rounding, m: int) -> None:
     """Guards: the rows of the last, shorter tile."""
     k, generator = 4096, torch.Generator().manual_seed(m)
     x = torch.randn(m, k, generator=generator).mul_(torch.arange(1, m + 1)[:, None]).to(torch.bfloat16)
     workspace, out = Workspace(m, k, torch.device("cpu")), torch.empty(m, k, dtype=torch.bfloat16)
     assert workspace.rows == min(m, 32)
-    fake_quantize(x, out, workspace)
+    round_to(x, out, workspace)
     assert_fake_is_quantize_dequantize(x, out)
 
 
