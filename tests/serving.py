@@ -18,6 +18,7 @@ from gemmwire_service.lane import Lane
 from gemmwire_service.listener import bind, unix_listener, url
 from gemmwire_service.server import make_server
 from gemmwire_service.settings import Settings
+from gemmwire_service.shared_refit import SharedRefit
 
 # Plans of the simulators stay out of the user's own, and of another run's.
 _CACHE = Path(gettempdir()) / f"gemmwire-tests-{os.getpid()}"
@@ -30,6 +31,7 @@ class Served:
     engine: Engine
     stop: Callable[[], None]
     lane: Lane
+    shared: SharedRefit | None = None
 
 
 def settings(**fields: object) -> Settings:
@@ -62,7 +64,14 @@ def serving(
             until(lambda: engine.state is not State.LOADING, "the layers were not loaded")
             if engine.failure is not None:
                 raise engine.failure
-        yield Served(url(listener, options.host), listener.getsockname()[1], engine, stop, app.state.lane)
+        yield Served(
+            url(listener, options.host),
+            listener.getsockname()[1],
+            engine,
+            stop,
+            app.state.lane,
+            app.state.shared_refit,
+        )
     finally:
         stop()
         thread.join(timeout=30)

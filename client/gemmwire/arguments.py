@@ -52,11 +52,16 @@ def outputs_of(outputs: Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def version_of(version: str | int) -> str:
+def version_of(version: str | int, name: str = "if_version") -> str:
     text = str(version)
     if isinstance(version, bool) or not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise InvalidArgument(f"if_version is {version!r:.80}; it must be a version that a layer has had")
+        raise InvalidArgument(f"{name} is {version!r:.80}; it must be a version that a layer has had")
     return text
+
+
+def minimum(version: str | int | None) -> dict[str, int]:
+    """The parameter of a request that no older weights may answer."""
+    return {} if version is None else {"minimum_version": int(version_of(version, "min_version"))}
 
 
 def headers_of(headers: Mapping[str, str]) -> dict[str, str]:

@@ -53,12 +53,15 @@ class AsyncClient(BaseClient):
         *,
         output_dtype: object = None,
         version: str | int | None = None,
+        min_version: str | int | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
         quantize: str | None = None,
     ) -> Any:
         """y `[..., N]` of x `[..., K]`: as `Client.infer`."""
-        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id, quantize)
+        exchange = self._infer(
+            layer, x, output_dtype, version, timeout, request_id, quantize, None, min_version
+        )
         return (await self._run(exchange)).y
 
     async def call(
@@ -68,6 +71,7 @@ class AsyncClient(BaseClient):
         *,
         output_dtype: object = None,
         version: str | int | None = None,
+        min_version: str | int | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
         quantize: str | None = None,
@@ -77,7 +81,9 @@ class AsyncClient(BaseClient):
 
         `outputs`: names of a fused layer's, `y` or its parts, for `Answer.outputs`, all from one forward.
         """
-        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id, quantize, outputs)
+        exchange = self._infer(
+            layer, x, output_dtype, version, timeout, request_id, quantize, outputs, min_version
+        )
         return await self._run(exchange)
 
     async def infer_many(

@@ -86,6 +86,7 @@ class BaseClient:
         request_id: str | None = None,
         quantize: str | None = None,
         outputs: Sequence[str] | None = None,
+        min_version: str | int | None = None,
     ) -> Exchange[Answer]:
         framework = framework_of(x)
         if arguments.by_client(self._quantize if quantize is None else quantize):
@@ -107,6 +108,7 @@ class BaseClient:
             inputs=inputs,
             outputs=tuple(wire.RequestedOutput(name, binary=True, datatype=datatype) for name in names),
             id=identity,
+            parameters=arguments.minimum(min_version),
         )
         sent = replies.Sent(framework, x, inputs[0].shape, datatype, identity, names)
         return self._exchange(layer, path + "/infer", message, sent, self._seconds(timeout))
@@ -121,7 +123,8 @@ class BaseClient:
     def _infer_request(self, path: str, message: wire.InferRequest, timeout: float | None) -> Request:
         """The server is told how long its answer may take."""
         if timeout is not None:
-            message = replace(message, parameters={"timeout": max(1, round(timeout * 1e6))})
+            parameters = {**message.parameters, "timeout": max(1, round(timeout * 1e6))}
+            message = replace(message, parameters=parameters)
         headers, buffers = wire.encode_request(message)
         if message.id:
             headers["x-request-id"] = message.id

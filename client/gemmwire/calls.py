@@ -6,13 +6,13 @@ import time
 from typing import Generic, TypeVar
 
 from .base import Exchange
-from .errors import Conflict, GemmwireError, Overloaded, TransportError
+from .errors import Conflict, GatewayFailed, GemmwireError, Overloaded, TransportError
 from .http1 import Reply, Request
 from .retries import Retries
 
 T = TypeVar("T")
 
-RETRIED = (TransportError, Overloaded)
+RETRIED = (TransportError, Overloaded, GatewayFailed)
 _LEAST_S = 1e-3  # a time that has passed, as a timeout that does
 
 
@@ -23,7 +23,9 @@ class Call(Generic[T]):
         self._exchange = exchange
         self._retries = retries
         self._failures = 0
-        self._lost: TransportError | None = None  # an attempt of which nobody knows what became
+        self._lost: TransportError | GatewayFailed | None = (
+            None  # an attempt of which nobody knows what became
+        )
         self._end = None if exchange.timeout is None else time.monotonic() + exchange.timeout
         self.timeout = exchange.timeout
 
@@ -48,7 +50,7 @@ class Call(Generic[T]):
     def failed(self, error: GemmwireError) -> float:
         """Seconds to wait before the next attempt. Raises the error where there is to be none."""
         self._failures += 1
-        if isinstance(error, TransportError):
+        if isinstance(error, (TransportError, GatewayFailed)):
             self._lost = error
         seconds = self._retries.wait(self._failures, error) if self._exchange.retried else None
         if seconds is None:
@@ -60,7 +62,7 @@ class Call(Generic[T]):
         return seconds
 
 
-def _perhaps_ours(conflict: Conflict, lost: TransportError) -> Conflict:
+def _perhaps_ours(conflict: Conflict, lost: GemmwireError) -> Conflict:
     return Conflict(
         f"{conflict}. An attempt before this one had no answer ({lost}), so the version that is served "
         "may be its result: compare what it answers before you send the weight again",

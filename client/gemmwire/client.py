@@ -67,6 +67,7 @@ class Client(BaseClient):
         *,
         output_dtype: object = None,
         version: str | int | None = None,
+        min_version: str | int | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
         quantize: str | None = None,
@@ -75,8 +76,10 @@ class Client(BaseClient):
 
         x is a NumPy array, a torch tensor or a buffer, of float32, float16 or bfloat16 (the server computes
         from bfloat16); y has x's dtype, or `output_dtype`: "FP32", "FP16", "BF16", or a NumPy or torch dtype.
-        `version` asks for these weights and no others. `timeout` (seconds) replaces the client's; the server
-        is told, and drops a request whose time has passed. `request_id` comes back in the answer.
+        `version` asks for these weights and no others, `min_version` for these or newer ones: of several
+        servers one may be a moment behind, and the call is tried again then. `timeout` (seconds) replaces the
+        client's; the server is told, and drops a request whose time has passed. `request_id` comes back in
+        the answer.
 
         `quantize="client"` sends x in MXFP8, 1.03 bytes an element, for the same answer: worth it where the
         network is slower than the quantizer, which does about 2 GB of bfloat16 a second on a core.
@@ -86,6 +89,7 @@ class Client(BaseClient):
             x,
             output_dtype=output_dtype,
             version=version,
+            min_version=min_version,
             timeout=timeout,
             request_id=request_id,
             quantize=quantize,
@@ -99,6 +103,7 @@ class Client(BaseClient):
         *,
         output_dtype: object = None,
         version: str | int | None = None,
+        min_version: str | int | None = None,
         timeout: float | None = None,
         request_id: str | None = None,
         quantize: str | None = None,
@@ -108,7 +113,9 @@ class Client(BaseClient):
 
         `outputs`: names of a fused layer's, `y` or its parts, for `Answer.outputs`, all from one forward.
         """
-        exchange = self._infer(layer, x, output_dtype, version, timeout, request_id, quantize, outputs)
+        exchange = self._infer(
+            layer, x, output_dtype, version, timeout, request_id, quantize, outputs, min_version
+        )
         return self._run(exchange)
 
     def infer_many(

@@ -19,6 +19,7 @@ GemmwireError
     ├── Overloaded          429, 503  try again after `retry_after` seconds
     ├── DeadlineExceeded    504  the deadline sent with the request passed first
     └── ServerFailed        500 and any other
+        └── GatewayFailed   500, 502 of a proxy that lost the server: its answer did not come
 """
 
 from __future__ import annotations
@@ -189,6 +190,10 @@ class DeadlineExceeded(ServerError):
 
 class ServerFailed(ServerError):
     statuses = (500,)
+
+
+class GatewayFailed(ServerFailed):
+    """Something in between answered for a server that was gone, or went while it had the request."""
 
 
 _BY_STATUS: dict[int, type[ServerError]] = {

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from . import errors, wire
 from .arrays import Framework
-from .errors import ServerError, WireError
+from .errors import GatewayFailed, ServerError, WireError
 from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .http1 import Reply
 
@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 OUTPUT = "y"
 _LONGEST_WAIT_S = 1e6  # what a system can sleep for
+_LOST = (500, 502)  # as proxies answer for a server that went while it had the request: Ray Serve's, nginx
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def read_error(reply: Reply) -> ServerError:
     except (ValueError, RecursionError):
         document = None
     fields: Mapping[str, Any] = document if isinstance(document, dict) else {}
-    return errors.for_status(reply.status)(
+    of_a_proxy = reply.status in _LOST and "error" not in fields
+    return (GatewayFailed if of_a_proxy else errors.for_status(reply.status))(
         str(fields.get("error") or _unexplained(reply)),
         status=reply.status,
         code=str(fields.get("code") or ""),

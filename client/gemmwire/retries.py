@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .errors import ConnectionFailed, GemmwireError, InvalidArgument, Overloaded
+from .errors import ConnectionFailed, GatewayFailed, GemmwireError, InvalidArgument, Overloaded
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Retries:
     doubled each time up to `longest`, or what the server asks for (Retry-After) where that is more; then, so
     that clients which failed together do not come back together, up to half as much again by chance.
 
-    What is tried again: a connection that failed or broke, 429 and 503. Never beyond the call's timeout.
+    What is tried again: a connection that failed or broke, 429 and 503, and a proxy's word that it lost the
+    server. Never beyond the call's timeout.
     """
 
     attempts: int = 2
@@ -56,4 +57,6 @@ def retries_of(value: Retries | int) -> Retries:
 
 
 def _passing(error: GemmwireError) -> bool:
-    return isinstance(error, Overloaded) or (isinstance(error, ConnectionFailed) and error.passing)
+    return isinstance(error, (Overloaded, GatewayFailed)) or (
+        isinstance(error, ConnectionFailed) and error.passing
+    )

@@ -31,10 +31,12 @@ from .metrics import metrics_routes
 from .model_root import ModelRoot
 from .protocol import InferRequestForm, InferResponseForm, Problem
 from .refit import Refit
+from .refit_folder import RefitFolder
 from .repository import Repository
 from .repository_routes import repository_routes
 from .request_log import log_requests
 from .settings import Settings
+from .shared_refit import SharedRefit
 from .shm import Regions
 from .shm_openers import openers_of
 from .shm_routes import shm_routes
@@ -89,14 +91,20 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     """
     access = Access(settings.key_file)
     root = ModelRoot.of(settings.model_root) if settings.model_root else None
+    folder = RefitFolder.of(settings.refit_dir) if settings.refit_dir else None
     engine, loader, device, ladder = make_engine(settings, on_loaded)
     openers = openers_of(settings, device)
     regions = Regions(tuple(opener.kind for opener in openers))
+    refit = Refit(engine)
+    shared = SharedRefit(engine, refit, folder) if folder is not None else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        watching = asyncio.create_task(shared.watch()) if shared is not None else None
         yield
+        if watching is not None:
+            watching.cancel()
         await engine.stop()
         await asyncio.to_thread(stop_tracing)
         regions.close()
@@ -112,6 +120,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
         redirect_slashes=False,
     )
     app.state.engine = engine
+    app.state.shared_refit = shared
     log_requests(engine.traffic, settings)
     stop_tracing = trace_requests(engine.traffic, settings.otlp_endpoint)
     app.access = access
@@ -120,11 +129,10 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     app.endpoint = InferEndpoint(app.infer)
     for path in INFER_PATHS:
         app.router.routes.append(Route(path, app.endpoint, methods=["POST"], include_in_schema=False))
-    refit = Refit(engine)
     repository = Repository(engine, loader, refit, root)
     app.include_router(control_routes(engine, repository, device, ladder.buckets, regions.offered))
     app.include_router(repository_routes(engine, repository))
-    app.include_router(weights_routes(engine, refit, settings.max_weights_bytes))
+    app.include_router(weights_routes(engine, refit, settings.max_weights_bytes, shared))
     app.include_router(metrics_routes(engine, device, settings))
     app.include_router(status_routes(engine, device, ladder.buckets, settings))
     app.include_router(shm_routes(regions, openers))

@@ -13,6 +13,7 @@ from .inputs import read_input
 from .outputs import DATATYPES, OUTPUT, Columns, read_outputs
 from .shm import Region
 
+MINIMUM = "minimum_version"
 LONGEST_US = 365 * 24 * 3600 * 1_000_000
 _JSON_NUMBER = 16  # bytes of one number of an answer, about
 
@@ -22,6 +23,7 @@ class Call(NamedTuple):
 
     `columns`: the outputs that the answer has, where it is not y alone; `binary`: all of it travels as bytes.
     `targets`: those of them that go to shared memory, and the regions there.
+    `minimum`: the oldest version of the weights that may answer, 0 for any.
     `in_place`: the bytes behind the JSON part, if there are any, are those of x as they stand.
     """
 
@@ -34,6 +36,7 @@ class Call(NamedTuple):
     columns: tuple[Columns, ...] = ()
     in_place: bool = True
     targets: tuple[tuple[Columns, Shared, Region], ...] = ()
+    minimum: int = 0
 
     def deadline(self) -> int | None:
         """Monotonic ns, if it arrived now."""
@@ -74,6 +77,7 @@ def read_call(request: InferRequest, spec: LayerSpec, timeout_us: int | None) ->
         id=request.id,
         in_place=rows.in_place,
         columns=() if _is_y_alone(columns) else columns,
+        minimum=_minimum(request),
     )
 
 
@@ -131,6 +135,19 @@ def _timeout(request: InferRequest, header_us: int | None) -> int | None:
             got=shown,
         )
     return timeout
+
+
+def _minimum(request: InferRequest) -> int:
+    minimum = request.parameters.get(MINIMUM, 0)
+    if type(minimum) is not int or not 0 <= minimum < 1 << 63:
+        shown = repr(minimum)[:40]
+        raise WireError(
+            "request_invalid",
+            f"Parameter {MINIMUM!r} is {shown}; it must be a version of the weights, a whole number (0: any)",
+            expected="a version",
+            got=shown,
+        )
+    return minimum
 
 
 def _refuse_sequence(request: InferRequest) -> None:

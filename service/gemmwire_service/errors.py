@@ -16,6 +16,7 @@
         ├── ModelRefused   400  a model that cannot be loaded; what was there is served as before
         ├── ModelUnknown   404  no such model in the model root, or none that is served
         ├── VersionConflict 409 the layer is not in the version that the caller takes it to be
+        ├── VersionBehind  503  the layer is in an older version than the request asks for at least
         ├── DeviceLost     503  the device can compute nothing more, and the server ends
         └── AccessRefused  see access: from the head alone
             ├── KeyRefused   401  KeyMissing, KeyMalformed or KeyUnknown
@@ -111,6 +112,11 @@ class ModelUnknown(EngineError):
 class VersionConflict(EngineError):
     code = "version_conflict"
     status = 409
+
+
+class VersionBehind(EngineError):
+    code = "version_behind"
+    status = 503
 
 
 class DeviceLost(EngineError):

@@ -19,7 +19,7 @@ from .backends.base import LayerSpec
 from .backlog import Answer, Item
 from .call import Call, read_call, refuse_large_answer, refuse_many_rows
 from .engine import Engine
-from .errors import EngineError, KeyRefused
+from .errors import EngineError, KeyRefused, VersionBehind
 from .inputs import INPUT
 from .layer import Layer
 from .outputs import DATATYPES
@@ -87,7 +87,13 @@ class Infer:
         return find_layer(self._engine, name, version)
 
     def call(self, body: memoryview, headers: Headers, layer: Layer) -> Call:
-        """Errors: WireError, for whatever the body is that the layer does not take."""
+        """Errors: WireError, for whatever the body is that the layer does not take; VersionBehind."""
+        call = self._call(body, headers, layer)
+        if call.minimum > layer.version:  # which only grows
+            raise _behind(layer, call.minimum)
+        return call
+
+    def _call(self, body: memoryview, headers: Headers, layer: Layer) -> Call:
         length = wire.header_length(headers.get(HEADER_LENGTH), len(body))
         if length and length <= _REMEMBERED:
             return self._known_call(body, length, headers.get(TIMEOUT), layer)
@@ -214,6 +220,15 @@ def _refuse_part(engine: Engine, name: str) -> None:
                 expected=layer.name,
                 got=name[:120],
             )
+
+
+def _behind(layer: Layer, minimum: int) -> VersionBehind:
+    return VersionBehind(
+        f"Layer {layer.name!r} is in version {layer.version} here, and the request asks for {minimum} or "
+        "newer; try again: another server may have it, and this one may get it",
+        expected=f">= {minimum}",
+        got=layer.version,
+    )
 
 
 def _refuse_other(name: str, version: str | None, served: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from .mxfp8.fake import keep_compiled_in
 from .mxfp8.weight import MxWeight
 from .plans import Environment, PlanStore
 from .progress import Progress
+from .refit_folder import RefitFolder
 from .routes import Router
 from .settings import ModelSource, RandomLayer, Settings
 from .shadow import aside
@@ -44,6 +46,7 @@ class Loader:
         self._choice = choice
         self._references = settings.references()
         self._rules = settings.fuse_rules()
+        self._refits = RefitFolder.of(settings.refit_dir) if settings.refit_dir else None
         self._router: Router | None = None
 
     def load_all(self, device: Device) -> Iterator[Layer]:
@@ -55,10 +58,10 @@ class Loader:
         for source in self._settings.sources():
             yield from _unique(self._load_source(self.open(source), device), names)
         for random in self._settings.random_layers():
-            weights = _random_weights(random)
             spec = LayerSpec(random.name, random.n, random.k, bias=False)
             origin = ModelSource("", f"random {random.n}x{random.k}")
-            yield from _unique([_serve(spec, weights, origin, self._router_of(device), device)], names)
+            layer = self._serve_newest(spec, partial(_random_weights, random), origin, device)
+            yield from _unique([layer], names)
         self.finish(device)
 
     def open(self, source: ModelSource, *, keep: bool = True) -> Model:
@@ -82,10 +85,6 @@ class Loader:
         select(model.spec(name), device, self._choice)
         return model.checkpoint.read(name)
 
-    def serve(self, model: Model, name: str, weights: LayerWeights, device: Device) -> Layer:
-        """On the device thread. Errors: BackendError."""
-        return _serve(model.spec(name), weights, model.source, self._router_of(device), device)
-
     def ready(self, model: Model, name: str, device: torch.device) -> Ready:
         """As much of a layer as can be made on any thread while forwards run. Errors: as `read`."""
         weights = self.read(model, name, device)
@@ -98,7 +97,7 @@ class Loader:
             return Ready(weights, None)
 
     def serve_later(self, model: Model, name: str, ready: Ready, device: Device) -> Layer:
-        """As `serve`, on a device that serves already."""
+        """On the device thread, of a device that serves already. Errors: BackendError."""
         device.leave()  # tuning does not nest in serving
         try:
             router = self._router_of(device)
@@ -116,9 +115,22 @@ class Loader:
     def _load_source(self, model: Model, device: Device) -> Iterator[Layer]:
         with progress_of(model) as progress:
             for name in model.checkpoint.names():
-                layer = self.serve(model, name, self.read(model, name, device.device), device)
+                read = partial(self.read, model, name, device.device)
+                layer = self._serve_newest(model.spec(name), read, model.source, device)
                 progress.add(layer.name, model.checkpoint.nbytes(name), layers=1)
                 yield layer
+
+    def _serve_newest(
+        self, spec: LayerSpec, read: Callable[[], LayerWeights], source: ModelSource, device: Device
+    ) -> Layer:
+        """Of the weight that other servers have been given since the checkpoint, if there is one."""
+        newest = self._refits.read_newest(spec) if self._refits is not None else None
+        version, weights = newest or (1, read())
+        layer = _serve(spec, weights, source, self._router_of(device), device)
+        if newest is not None:
+            layer.version, layer.source = version, self._settings.refit_dir
+            log.info("layer %s: version %d, from %s", layer.name, version, layer.source)
+        return layer
 
     def _router_of(self, device: Device) -> Router:
         if self._router is None:

@@ -229,7 +229,7 @@ class InferOutput(BaseModel):
 class InferRequestForm(BaseModel):
     id: str | None = None
     parameters: dict[str, Scalar] | None = Field(
-        None, description="timeout (microseconds), binary_data_output"
+        None, description="timeout (microseconds), minimum_version, binary_data_output"
     )
     inputs: list[InferInput]
     outputs: list[InferOutput] | None = None

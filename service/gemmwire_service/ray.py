@@ -8,7 +8,7 @@ from typing import Any
 from ray import cluster_resources, is_initialized, serve
 from ray.serve import Application
 
-from .ray_arguments import Arguments, Scaling, read_arguments
+from .ray_arguments import Scaling, read_arguments
 from .ray_replica import Replica
 from .settings import Settings
 

@@ -1,4 +1,4 @@
-"""What an application under Ray Serve is given, as `name=value` or in a config file, checked before anything starts.
+"""What an application under Ray Serve is given, as `name=value` or in a config file, checked at once.
 
 A name is one of `Scaling`, or one of the service's settings; those of a socket or of one process are refused,
 each with the place where Ray has them.
@@ -32,8 +32,8 @@ NOT_OFFERED = {
     "fast_path": _PROXY,
     "shm_prefix": _ONE_PROCESS,
     "cuda_shm": _ONE_PROCESS,
-    "model_root": "a model would be loaded by one replica of many; deploy the application again with `model`, "
-    "or replace weights through refit_dir",
+    "model_root": "a model would be loaded by one replica of many; deploy the application again with "
+    "another model, or replace weights through refit_dir",
 }
 
 
@@ -67,8 +67,8 @@ class Scaling(BaseModel):
             )
         if (self.placement == "partition") != (self.parts > 1):
             raise ValueError(
-                f"placement is {self.placement} with parts={self.parts}; a partition has parts=2 or more, and "
-                "replicas have none"
+                f"placement is {self.placement} with parts={self.parts}; a partition has parts=2 or more, "
+                "and replicas have none"
             )
         return self
 

@@ -1,7 +1,7 @@
 """One engine on one device as a replica of Ray Serve: the same app as gemmwire-serve has, behind Ray's proxy.
 
-A replica takes requests once its layers are loaded, is replaced once its device is lost, and answers what waits
-before it goes: Ray asks `check_health` for the first two, and runs the app's lifespan for the third.
+A replica takes requests once its layers are loaded, is replaced once its device is lost, and answers what
+waits before it goes: Ray asks `check_health` for the first two, and runs the app's lifespan for the third.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .engine import Engine
 from .errors import DeviceFailed, ServiceError
 from .logs import configure
 from .settings import Settings
+from .shared_refit import SharedRefit
 
 
 class Replica:
@@ -26,17 +27,25 @@ class Replica:
         self._loaded = asyncio.Event()
         self._service: Service | None = None
 
-    def __serve_build_asgi_app__(self) -> Front:  # noqa: N807 - the name by which Ray asks for it
+    def __serve_build_asgi_app__(self) -> Front:
         configure(self._settings)
         self._service = create_app(self._settings, lambda _: self._loaded.set())
         return Front(self._service)
 
     async def check_health(self) -> None:
-        """The first time, returns once the layers are loaded. Errors: what loading, or the device, ended with."""
+        """The first time, returns once the layers are loaded.
+
+        Errors: what loading or the device ended with; why the replica serves older weights than others.
+        """
         await self._loaded.wait()
-        engine: Engine = self._engine
-        if engine.failure is not None:
-            raise _told(engine.failure)
+        failure = self._engine.failure or self._behind
+        if failure is not None:
+            raise _told(failure)
+
+    @property
+    def _behind(self) -> Exception | None:
+        shared: SharedRefit | None = self._service.state.shared_refit if self._service else None
+        return shared.failure if shared is not None else None
 
     @property
     def _engine(self) -> Engine:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from .shadow import Shadow
 log = logging.getLogger("gemmwire.refit")
 
 Read = Callable[[], LayerWeights]
+Number = Callable[[], Awaitable[int]]  # a version, for a weight that has been tried and is about to be served
 
 
 class Seconds(NamedTuple):
@@ -80,16 +81,19 @@ class Refit:
         self._engine = engine
         self.turn = asyncio.Lock()  # held by whatever replaces weights, or layers
 
-    async def refit(self, source: Source, if_version: int | None = None) -> Refitted:
+    async def refit(
+        self, source: Source, if_version: int | None = None, number: Number | None = None
+    ) -> Refitted:
         """Replace a layer's weight; on any error the layer answers as before, in the same version.
 
-        Errors: NotReady, Draining, VersionConflict, WeightsRefused, DeviceFailed, DeviceLost.
+        `number` gives the new weight its version, greater than the layer's; without, it is the next.
+        Errors: NotReady, Draining, VersionConflict, WeightsRefused, DeviceFailed, DeviceLost; of `number`.
         """
         async with self.turn:
             self._engine.refuse_unless_ready()
             self._refuse_gone(source.layer)
             refuse_version(source.layer, if_version)
-            return await self._refit(source)
+            return await self._refit(source, number)
 
     async def refit_all(self, sources: Sequence[Source], if_version: int | None = None) -> list[Refitted]:
         """Replace the weights of layers, none of them unless all can be: each is read and prepared twice.
@@ -124,17 +128,18 @@ class Refit:
                 got=layer.version,
             )
 
-    async def _refit(self, source: Source) -> Refitted:
+    async def _refit(self, source: Source, number: Number | None = None) -> Refitted:
         candidate = await self._prepare(source)
         layer, previous = source.layer, source.layer.version
+        version = previous + 1 if number is None else await number()
         began = time.perf_counter()
-        await on_device(self._engine, partial(_change, source, candidate))
+        await on_device(self._engine, partial(_change, source, candidate, version))
         self._engine.traffic.refits += 1
         seconds = candidate.seconds._replace(exchange=time.perf_counter() - began)
         log.info(
             "layer %s: version %d, from %s, in %.3f s", layer.name, layer.version, source.name, sum(seconds)
         )
-        return Refitted(layer.name, previous + 1, previous, candidate.source_dtype, candidate.error, seconds)
+        return Refitted(layer.name, version, previous, candidate.source_dtype, candidate.error, seconds)
 
     async def _prepare(self, source: Source) -> _Candidate:
         """The new weight, ready to be exchanged. Nothing of the layer has changed when this raises."""
@@ -198,7 +203,7 @@ def _shown(n: int, k: int, bias: bool) -> str:
     return f"[{n}, {k}] {'with' if bias else 'without'} a bias"
 
 
-def _change(source: Source, candidate: _Candidate) -> None:
+def _change(source: Source, candidate: _Candidate, version: int) -> None:
     """On the device thread: from here on the layer computes with the new weight; if this raises, as before.
 
     Errors: DeviceFailed; DeviceLost where the old weight could not be put back either.
@@ -213,6 +218,6 @@ def _change(source: Source, candidate: _Candidate) -> None:
             f"The weight of layer {layer.name!r} could not be replaced ({type(error).__name__}); version "
             f"{layer.version} is still served, bit for bit. The server's log has the details"
         ) from error
-    layer.version += 1
+    layer.version = version
     layer.error = candidate.error
     layer.source, layer.source_dtype = source.name, candidate.source_dtype

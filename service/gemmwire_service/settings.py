@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from .errors import SettingsError
@@ -69,6 +69,11 @@ class Settings(BaseSettings):
     )
     model_root: str = Field(
         "", description="folder whose checkpoints can be loaded and unloaded while the server runs"
+    )
+    refit_dir: str = Field(
+        "",
+        description="folder that servers of one checkpoint share: a weight that one of them is given (refit) "
+        "is taken by all, and by those that start later",
     )
     random_layer: Texts = Field((), description="random layer to serve: NAME=NxK; may be repeated")
     backend: str = Field(
@@ -184,6 +189,15 @@ class Settings(BaseSettings):
             raise ValueError("libraries name their own shared memory so; take another, as gemmwire")
         return value
 
+    @model_validator(mode="after")
+    def _one_source_of_weights(self) -> Settings:
+        if self.refit_dir and self.model_root:
+            raise ValueError(
+                "--refit-dir is for layers that all servers have; a model of --model-root is loaded by one "
+                "of them; leave one of the two out"
+            )
+        return self
+
     def sources(self) -> tuple[ModelSource, ...]:
         """The checkpoints to serve; the embedded demo where nothing is named. Errors: SettingsError."""
         texts = self.model or (() if self.random_layer or self.model_root else (DEMO,))
@@ -294,5 +308,7 @@ def _flag(name: str) -> str:
 
 
 def _explain(detail: Mapping[str, Any]) -> str:
+    if not detail["loc"]:
+        return f"The settings do not fit: {detail['msg'].removeprefix('Value error, ')}"
     name = str(detail["loc"][0])
     return f"{_flag(name)} (or {PREFIX}{name.upper()}) is {detail['input']!r}: {detail['msg']}"

@@ -24,6 +24,7 @@ from .layer import Layer
 from .protocol import Problem, RefitResult, RefitSeconds
 from .refit import Refit, Refitted, Source, refuse_version
 from .safetensors_body import largest, read_weights
+from .shared_refit import SharedRefit
 
 STALL_S = 30.0
 SOURCE = "a refit request"
@@ -31,8 +32,13 @@ _ETAG = re.compile(r'"?([0-9]{1,18})"?')
 _STATUSES = (400, 404, 408, 409, 411, 413, 415, 500, 503)
 
 
-def weights_routes(engine: Engine, refit: Refit, max_bytes: int) -> APIRouter:
-    """`refit` is the engine's one: whatever else replaces weights takes turns with this route."""
+def weights_routes(
+    engine: Engine, refit: Refit, max_bytes: int, shared: SharedRefit | None = None
+) -> APIRouter:
+    """`refit` is the engine's one: whatever else replaces weights takes turns with this route.
+
+    With `shared` it is for other servers too, of which one may know of a newer version than this one.
+    """
     routes = APIRouter()
     room = Room(max_bytes)
 
@@ -47,13 +53,17 @@ def weights_routes(engine: Engine, refit: Refit, max_bytes: int) -> APIRouter:
         engine.refuse_unless_ready()
         found = find_layer(engine, layer)
         version = if_match(request.headers.get("if-match"))
-        refuse_version(found, version)
+        if shared is None:
+            refuse_version(found, version)
         length = _length(request, found, max_bytes)
         try:
             with room.taken(length):
                 body = await read_body(_unless_stalled(request.receive), length, length, 0)
-                source = Source(found, partial(read_weights, body, found.spec), SOURCE)
-                result = await refit.refit(source, version)
+                if shared is not None:
+                    result = await shared.publish(found, body, version)
+                else:
+                    source = Source(found, partial(read_weights, body, found.spec), SOURCE)
+                    result = await refit.refit(source, version)
         except ClientLeft:
             return Response(status_code=400)  # to nobody
         response.headers["etag"] = f'"{result.version}"'

@@ -12,6 +12,7 @@ from gemmwire import (
     Client,
     Conflict,
     ConnectionFailed,
+    GatewayFailed,
     InvalidArgument,
     Overloaded,
     Retries,
@@ -29,9 +30,9 @@ REFITTED = {"name": "a", "version": "4", "previous_version": "3"}
 
 
 class Failing(Computing):
-    """The layer, after failures: an exception is raised, a status is answered."""
+    """The layer, after failures: an exception is raised, a reply given, a status answered in words."""
 
-    def __init__(self, *failures: Exception | int, after: Reply | None = None) -> None:
+    def __init__(self, *failures: Exception | Reply | int, after: Reply | None = None) -> None:
         super().__init__()
         self.failures = list(failures)
         self.after = after
@@ -46,6 +47,8 @@ class Failing(Computing):
         failure = self.failures.pop(0)
         if isinstance(failure, Exception):
             raise failure
+        if isinstance(failure, Reply):
+            return failure
         return Reply(failure, {}, bytearray(b'{"error": "no"}'))
 
 
@@ -63,6 +66,29 @@ def test_a_failure_that_passes_is_tried_again(failure: Exception | int) -> None:
     transport = Failing(failure, failure)
     assert np.array_equal(client(transport, retries=QUICK).infer("a", X), Y)
     assert len(transport.requests) == 3
+
+
+@pytest.mark.parametrize("status", [500, 502])
+def test_a_server_that_a_proxy_lost_is_asked_again(status: int) -> None:
+    """Guards: a call that fails because one replica of many was killed while it computed it."""
+    transport = Failing(lost := Reply(status, {}, bytearray(b"<h1>Internal Server Error</h1>")), lost)
+    assert np.array_equal(client(transport, retries=QUICK).infer("a", X), Y)
+    transport = Failing(lost, lost, lost)
+    with pytest.raises(GatewayFailed, match="Internal Server Error"):
+        client(transport, retries=QUICK).infer("a", X)
+
+
+def test_a_refit_that_a_proxy_lost_may_have_been_done() -> None:
+    """Guards: a conflict with one's own first attempt, taken for somebody else's."""
+    lost = Reply(502, {}, bytearray(b"Bad Gateway"))
+    conflict = Reply(409, {}, bytearray(b'{"error": "Version 4", "code": "version_conflict"}'))
+    transport = Failing(lost, after=conflict)
+    with pytest.raises(Conflict, match="may be its result"):
+        client(transport, retries=QUICK).refit("a", W, if_version=3)
+    transport = Failing(lost)
+    with pytest.raises(GatewayFailed):
+        client(transport, retries=QUICK).refit("a", W)
+    assert len(transport.requests) == 1
 
 
 def test_one_failure_more_than_retries_is_the_answer() -> None:
