@@ -57,7 +57,8 @@ def encode_response(response: InferResponse, binary: Sequence[bool]) -> tuple[di
 
 def buffers_size(buffers: Iterable[Buffer]) -> int:
     """Total bytes of the buffers of one message: its Content-Length."""
-    return sum(len(buffer) if isinstance(buffer, bytes) else memoryview(buffer).nbytes for buffer in buffers)
+    # A list: the sum of a generator takes twice as long for the two or three that there are.
+    return sum([len(buffer) if type(buffer) is bytes else memoryview(buffer).nbytes for buffer in buffers])
 
 
 def _message(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[dict[str, str], list[Buffer]]:

@@ -21,6 +21,12 @@ def _powers_up_to(largest: int) -> tuple[int, ...]:
     return (*below, largest)
 
 
+def _halfway(powers: tuple[int, ...]) -> tuple[int, ...]:
+    """With the middle between each and the next that is one: 1, 2, 3, 4, 6, 8, 12 ..."""
+    between = [(low + high) // 2 for low, high in pairwise(powers)]
+    return tuple(sorted({*powers, *between}))
+
+
 @dataclass(frozen=True)
 class Ladder:
     """Bucket sizes, smallest first; by default the powers of two from 1 to 4096.
@@ -44,6 +50,11 @@ class Ladder:
     def up_to(cls, largest: int) -> Ladder:
         """The powers of two below `largest`, then `largest` itself. Raises SettingsError below 1."""
         return cls(_powers_up_to(largest))
+
+    @classmethod
+    def dense_up_to(cls, largest: int) -> Ladder:
+        """With twice the steps, for a device on which a bucket costs nothing and each of its rows time."""
+        return cls(_halfway(_powers_up_to(largest)))
 
     @property
     def largest(self) -> int:

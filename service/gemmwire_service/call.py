@@ -45,7 +45,7 @@ class Call(NamedTuple):
     def over(self, data: Buffer) -> Call:
         """The same call of other numbers."""
         x = self.x
-        return self._replace(x=Tensor(x.name, x.datatype, x.shape, data))
+        return Call(Tensor(x.name, x.datatype, x.shape, data), *self[1:])  # _replace takes twice as long
 
     def shape(self, n: int) -> tuple[int, ...]:
         return (*self.x.shape[:-1], n)

@@ -25,12 +25,12 @@ from .body import aligned
 from .call import Call
 from .errors import ConnectionsFull, Draining, EngineError
 from .head import END, START, Head, parse_head
-from .infer import Reply, encodes_elsewhere, error_reply, joined
+from .infer import JOIN_BELOW, Reply, encodes_elsewhere, error_reply, request_id
 from .lane import Lane
 from .layer import Layer
 from .patience import Watch
 from .pieces import PiecesTransport
-from .uvicorn_protocol import UvicornProtocol, closing_answer, field_lines
+from .uvicorn_protocol import UvicornProtocol, closing_answer, reply_lines
 
 log = logging.getLogger("gemmwire.http")
 
@@ -358,8 +358,9 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_soon(self._take_early)
 
     def _message(self, reply: Reply, head: Head, keep_alive: bool) -> list[wire.Buffer]:
-        fields = reply.fields(head.headers)
-        if not keep_alive:
-            fields["connection"] = "close"
         start = self._lane.start(reply.status, self._state.default_headers)
-        return joined([start + field_lines(fields), *reply.buffers])
+        size = wire.buffers_size(reply.buffers)
+        lines = reply_lines(size, request_id(head.headers), keep_alive, *reply.headers.items())
+        if len(start) + len(lines) + size < JOIN_BELOW:  # a small copy is cheaper than one more system call
+            return [b"".join([start, lines, *reply.buffers])]
+        return [start + lines, *reply.buffers]

@@ -22,18 +22,14 @@ from .backlog import Backlog, Item
 from .buckets import Ladder
 from .done import Done
 from .errors import DeviceLost
-from .host import Host
+from .host import Host, Threads, work
 from .layer import Layer
 from .pipeline import Machine, Pipeline
 from .tuning import loss, reason
 
 log = logging.getLogger("gemmwire.device")
 
-# Multiply-adds of a matmul that takes about as long as waking a thread does, 0.1 ms. Below _READ_ONCE rows
-# the time is that of reading the weight, below a K of _WRITE_ONCE that of writing the answer.
-_NOW_BELOW = 1 << 24
-_READ_ONCE = 16
-_WRITE_ONCE = 256
+_NOW_BELOW = 1 << 24  # of `work`: it takes about as long as waking a thread does, 0.1 ms
 _EFFICIENT = 64  # rows from which a CPU's matmul takes a time in proportion to them
 
 GRAPH_BUDGET = 4 << 30  # bytes
@@ -59,6 +55,7 @@ class Device:
         report: Callable[[Done], None],
         *,
         graph_budget: int = GRAPH_BUDGET,
+        threads: Threads | None = None,
         machine: Callable[[], Machine] | None = None,
     ) -> None:
         self.device = device
@@ -69,7 +66,7 @@ class Device:
         self._turn = threading.Lock()  # held by whoever computes
         self._queue: SimpleQueue[Item | Job | None] = SimpleQueue()
         self._backlog = Backlog(_together(device, ladder))
-        self._host = Host(ladder)
+        self._host = Host(ladder, threads)
         if machine is None and device.type == "cuda":
             machine = lambda: Machine.of(device, ladder, graph_budget)  # noqa: E731
         self._machine = machine
@@ -235,9 +232,7 @@ class Device:
         if self.overlaps or rows > self.ladder.largest or self.lost is not None:
             return None
         bucket = self.ladder.bucket_for(rows)
-        weight = batch[0].layer.routes.by_bucket[bucket].weight
-        work = max(bucket, _READ_ONCE) * weight.n_pad * max(weight.k_pad, _WRITE_ONCE)
-        if work > _NOW_BELOW:
+        if work(bucket, batch[0].layer.routes.by_bucket[bucket].weight) > _NOW_BELOW:
             return None
         if not self._turn.acquire(blocking=False):
             return None

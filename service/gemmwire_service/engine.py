@@ -260,8 +260,14 @@ class Engine:
             done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
             self.traffic.count_forwards(done, done.times)
         with self.answering:
-            for item, outcome in zip(done.items, done.outcomes, strict=True):
-                self._settle(item, outcome, done)
+            answered = [
+                item
+                for item, outcome in zip(done.items, done.outcomes, strict=True)
+                if self._settle(item, outcome, done)
+            ]
+            if answered and done.times is not None:
+                rows, arrived = sum([item.rows for item in answered]), [item.arrived for item in answered]
+                answered[0].layer.stats.count_answered(rows, arrived, done.times)
         if done.lost is not None:
             self._device_lost(done.lost)
 
@@ -273,13 +279,15 @@ class Engine:
             if self._on_loaded is not None:
                 self._on_loaded(self)
 
-    def _settle(self, item: Item, outcome: Answer | Exception | None, done: Done) -> None:
+    def _settle(self, item: Item, outcome: Answer | Exception | None, done: Done) -> bool:
+        """Whether it has its answer."""
         stats = item.layer.stats
+        answered = False
         if item.done or outcome is None:
             stats.count_failure(item.arrived)
             settled: Answer | Exception = _expired()
         elif isinstance(outcome, Answer) and done.times is not None:
-            stats.count_success(item.rows, item.arrived, done.times)
+            answered = True
             item.times = done.times
             settled = outcome
         elif isinstance(outcome, DeviceLost):
@@ -296,6 +304,7 @@ class Engine:
             item.settle(settled)
         except Exception:  # of whoever waits for it: the others of the batch still get theirs
             log.exception("an answer of layer %s could not be passed on", item.layer.name)
+        return answered
 
 
 def _exception(outcome: object) -> BaseException | None:

@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gemmwire.wire import Buffer
 
+from .backends.base import PreparedWeight
 from .backlog import Answer, Item
 from .buckets import Ladder
 from .done import Done, answer
 from .layer import Layer
+from .routes import Route
 from .stats import BatchTimes
 from .tensors import TORCH_DTYPES, as_bytes, matrix
 
 _ALIGNED = 16  # bytes
-_COPY_BELOW = 64 << 10  # bytes that are sooner copied than wrapped into a tensor of their own
+# A forward of fewer rows takes the time of reading the weight, one of a shorter K that of writing the answer.
+_READ_ONCE = 16
+_WRITE_ONCE = 256
+_LONG = 1 << 28  # of `work`: 1 ms on one core, beside which what the event loop has to do meanwhile is short
+# Bytes of a request, or of its answer, that are sooner copied than wrapped into a tensor of their own: each
+# call of torch gives Python's lock away, and gets it back when the event loop lets it go.
+_COPY_BELOW = 64 << 10
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Of one matmul. Results do not depend on their number: each adds up whole dot products."""
+
+    few: int
+    all: int
+
+
+def work(bucket: int, weight: PreparedWeight) -> int:
+    """Multiply-adds of a matmul that takes as long."""
+    return max(bucket, _READ_ONCE) * weight.n_pad * max(weight.k_pad, _WRITE_ONCE)
 
 
 class _Place:
@@ -41,10 +63,11 @@ class _Place:
 
 
 class Host:
-    """Forwards on the CPU, one at a time."""
+    """Forwards on the CPU, one at a time, each on `threads`; without these, on as many as torch has it."""
 
-    def __init__(self, ladder: Ladder) -> None:
+    def __init__(self, ladder: Ladder, threads: Threads | None = None) -> None:
         self._ladder = ladder
+        self._threads = threads
         self._xs: dict[tuple[int, int], Tensor] = {}
         self._places: dict[tuple[int, int, int], _Place] = {}
 
@@ -83,7 +106,8 @@ class Host:
         """
         weight = layer.routes.by_bucket[bucket].weight
         plain = weight.k_pad == layer.spec.k and weight.n_pad == layer.spec.n
-        if not plain or bucket * max(weight.k_pad, weight.n_pad) * 2 > _COPY_BELOW:
+        row = 2 * max(weight.k_pad, weight.n_pad)
+        if not plain or any(item.rows * row > _COPY_BELOW for item in batch):
             return None
         if any(item.datatype != "BF16" or item.x.datatype != "BF16" for item in batch):
             return None
@@ -96,8 +120,7 @@ class Host:
     def _forward_in(self, place: _Place, batch: list[Item], layer: Layer, bucket: int, began: int) -> Done:
         place.put([item.x.data for item in batch])
         filled = time.monotonic_ns()
-        route = layer.routes.by_bucket[bucket]
-        route.backend.forward(place.x, route.weight, route.plan, place.y)
+        self._run(layer.routes.by_bucket[bucket], place.x, place.y)
         computed = time.monotonic_ns()
         pieces = []
         start = 0
@@ -149,8 +172,15 @@ class Host:
     def _compute(self, x: Tensor, layer: Layer, bucket: int) -> Tensor:
         route = layer.routes.by_bucket[bucket]
         out = torch.empty(bucket, route.weight.n_pad, dtype=torch.bfloat16)
-        route.backend.forward(x, route.weight, route.plan, out)
+        self._run(route, x, out)
         return out
+
+    def _run(self, route: Route, x: Tensor, out: Tensor) -> None:
+        threads = self._threads
+        if threads is not None:  # torch's number is of the calling thread
+            long = work(len(x), route.weight) >= _LONG
+            torch.set_num_threads(threads.all if long else threads.few)
+        route.backend.forward(x, route.weight, route.plan, out)
 
 
 def _answers(

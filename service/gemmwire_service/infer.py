@@ -29,7 +29,8 @@ from .shm import Regions
 
 Headers = dict[bytes, bytes]
 T = TypeVar("T")
-Known = tuple[bytes, int, bytes | None, LayerSpec, int]
+# JSON part, length of the rest, timeout, id of the spec, generation of the regions.
+Known = tuple[bytes, int, bytes | None, int, int]
 
 TIMEOUT = b"gemmwire-timeout-us"
 HEADER_LENGTH = wire.HEADER_LENGTH.encode()
@@ -39,7 +40,7 @@ _ENCODE_ELSEWHERE_FROM = 4096  # numbers
 _CUT_ELSEWHERE_FROM = 1 << 20
 _REMEMBERED = 1024  # bytes of a JSON part, as binary requests have it
 _CALLS = 256
-_JOIN_BELOW = 64 << 10  # bytes
+JOIN_BELOW = 64 << 10  # bytes
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -60,12 +61,16 @@ class Reply(NamedTuple):
     reason: str = ""  # the code of an error
 
     def fields(self, headers: Headers) -> dict[str, str]:
-        """Those of its head: its own, its length, and the id of the request that had these `headers`."""
-        fields = {**self.headers, "content-length": str(wire.buffers_size(self.buffers))}
-        identity = request_id(headers)
-        if identity:
-            fields["x-request-id"] = identity
-        return fields
+        """Those of its head, in answer to a request that had these `headers`."""
+        return reply_fields(self.headers, wire.buffers_size(self.buffers), request_id(headers))
+
+
+def reply_fields(headers: dict[str, str], size: int, identity: str) -> dict[str, str]:
+    """A reply's own headers, the length of its body, and the id of the request where it had one."""
+    fields = {**headers, "content-length": str(size)}
+    if identity:
+        fields["x-request-id"] = identity
+    return fields
 
 
 class Infer:
@@ -78,8 +83,9 @@ class Infer:
         self.held = engine.held
         self._engine = engine
         self._wire_limits = wire.Limits(json_bytes=limits.json_bytes)
-        self._calls: dict[Known, Call] = {}
-        self._shared_calls: dict[Known, tuple[Call, Source]] = {}
+        # Beside what is remembered its spec, which must outlive its id.
+        self._calls: dict[Known, tuple[LayerSpec, Call]] = {}
+        self._shared_calls: dict[Known, tuple[LayerSpec, Call, Source]] = {}
 
     def layer(self, name: str, version: str | None) -> Layer:
         """Errors, before the body is read: NotReady, Draining, `layer_unknown`, `version_unknown`."""
@@ -104,27 +110,27 @@ class Infer:
     def _known_call(self, body: memoryview, length: int, timeout: bytes | None, layer: Layer) -> Call:
         """A client sends the same JSON part again and again, before other numbers."""
         data = body[length:]
-        key = (bytes(body[:length]), len(data), timeout, layer.spec, self.regions.generation)
+        key = (bytes(body[:length]), len(data), timeout, id(layer.spec), self.regions.generation)
         known = self._calls.get(key)
         if known is not None:
-            return known.over(data)
+            return known[1].over(data)
         call = self._read_call(body, length, timeout, layer)
         if call.in_place and len(call.x.data) == len(data) > 0:  # all that is behind the JSON part is x
-            _remember(self._calls, key, call.over(b""))
+            _remember(self._calls, key, (layer.spec, call.over(b"")))
         return call
 
     def _shared_call(self, body: memoryview, timeout: bytes | None, layer: Layer) -> Call:
         """As `_known_call`, where x is behind no JSON part, but in shared memory."""
-        key = (bytes(body), 0, timeout, layer.spec, self.regions.generation)
+        key = (bytes(body), 0, timeout, id(layer.spec), self.regions.generation)
         known = self._shared_calls.get(key)
         if known is not None:
-            call, source = known
+            _, call, source = known
             return call.over(source.region.read(source.place))
         request = wire.decode_request(body, None, self._wire_limits)
         call = self._checked(request, timeout, layer)
         only = source_of(request, self.regions)
         if only is not None:
-            _remember(self._shared_calls, key, (call.over(b""), only))
+            _remember(self._shared_calls, key, (layer.spec, call.over(b""), only))
         return call
 
     def _read_call(self, body: memoryview, length: int | None, timeout: bytes | None, layer: Layer) -> Call:
@@ -174,7 +180,7 @@ def _remember(known: dict[Known, T], key: Known, value: T) -> None:
 
 def joined(buffers: list[wire.Buffer]) -> list[wire.Buffer]:
     """As they are to be written: one small copy is cheaper than one more system call."""
-    return [b"".join(buffers)] if wire.buffers_size(buffers) < _JOIN_BELOW else buffers
+    return [b"".join(buffers)] if wire.buffers_size(buffers) < JOIN_BELOW else buffers
 
 
 def encodes_elsewhere(call: Call, layer: Layer) -> bool:

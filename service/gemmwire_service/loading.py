@@ -12,6 +12,7 @@ from .buckets import Ladder
 from .device import Device
 from .engine import Engine
 from .errors import SettingsError
+from .host import Threads
 from .loader import Loader
 from .settings import Settings
 
@@ -25,10 +26,13 @@ def make_engine(
     """-> (engine, what loads its layers, device name, ladder). Errors: SettingsError."""
     device = choose_device(settings.device)
     ladder, choice = _ladder(settings, device)
-    torch.set_num_threads(settings.cpu_threads or max(1, _cores() - 1))
+    threads = _threads(settings.cpu_threads, _cores())
+    torch.set_num_threads(threads.few)
     loader = Loader(settings, choice)
     engine = Engine(
-        lambda report: Device(device, ladder, report, graph_budget=settings.graph_budget_bytes),
+        lambda report: Device(
+            device, ladder, report, graph_budget=settings.graph_budget_bytes, threads=threads
+        ),
         loader.load_all,
         max_queue=settings.max_queue,
         max_queue_bytes=settings.max_queue_bytes,
@@ -41,14 +45,21 @@ def make_engine(
 def _ladder(settings: Settings, device: torch.device) -> tuple[Ladder, str]:
     """-> (ladder, choice of backends). Batch invariance is a backend's where one has it, else one fixed M."""
     if not settings.batch_invariant:
-        return Ladder.up_to(settings.max_bucket), settings.backend
+        ladder = Ladder.dense_up_to if device.type == "cpu" else Ladder.up_to
+        return ladder(settings.max_bucket), settings.backend
     if settings.backend in (AUTO, INVARIANT) and BACKENDS[INVARIANT]().unavailable(device) is None:
         return Ladder.up_to(settings.max_bucket), INVARIANT
     return Ladder((min(_FIXED_BUCKET, settings.max_bucket),)), settings.backend
 
 
+def _threads(asked: int, cores: int) -> Threads:
+    """One core is left to the event loop, which many short matmuls on all would stall; a long one is done
+    sooner on all."""
+    return Threads(asked, asked) if asked else Threads(max(1, cores - 1), cores)
+
+
 def _cores() -> int:
-    """Those this process may use. One is left to the event loop, which a matmul on all would stall."""
+    """Those this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -133,7 +133,10 @@ class Settings(BaseSettings):
         True, description="take infer requests from the socket, past ASGI; the answers are the same"
     )
     cpu_threads: int = Field(
-        0, ge=0, le=1024, description="threads of one CPU matmul; 0 is one less than the cores"
+        0,
+        ge=0,
+        le=1024,
+        description="threads of one CPU matmul; 0 is one less than the cores, and all for a long one",
     )
     graph_budget_bytes: int = Field(
         4 << 30,

@@ -15,8 +15,9 @@ class Duration:
     count: int = 0
     ns: int = 0
 
-    def add(self, ns: int) -> None:
-        self.count += 1
+    def add(self, ns: int, count: int = 1) -> None:
+        """`ns`: of all of them together."""
+        self.count += count
         self.ns += ns
 
     def document(self) -> dict[str, int]:
@@ -49,12 +50,13 @@ class Stages:
     def ns(self) -> int:
         return self.compute_input.ns + self.compute_infer.ns + self.compute_output.ns
 
-    def add(self, times: BatchTimes, forwards: int = 1) -> None:
+    def add(self, times: BatchTimes, forwards: int = 1, count: int = 1) -> None:
+        """`count`: of requests that each had all of these times."""
         self.forwards += forwards
         _, to_device, computing, back = times
-        self.compute_input.add(to_device)
-        self.compute_infer.add(computing)
-        self.compute_output.add(back)
+        self.compute_input.add(count * to_device, count)
+        self.compute_infer.add(count * computing, count)
+        self.compute_output.add(count * back, count)
 
     def document(self) -> dict[str, dict[str, int]]:
         return {
@@ -77,20 +79,21 @@ class LayerStats:
     codes: dict[int, int] = field(default_factory=dict)  # of infer requests, by HTTP status
 
     def count_batch(self, bucket: int, times: BatchTimes, forwards: int = 1) -> None:
-        """One batch of one bucket, in one forward unless chunked; rows are counted in `count_success`."""
+        """One batch of one bucket, in one forward unless chunked; rows are counted in `count_answered`."""
         self.executions += forwards
         stages = self.buckets.get(bucket)
         if stages is None:
             stages = self.buckets[bucket] = Stages()
         stages.add(times, forwards)
 
-    def count_success(self, rows: int, arrived: int, times: BatchTimes) -> None:
-        """One request answered: it arrived at `arrived` (monotonic ns) and shared the forward of `times`."""
+    def count_answered(self, rows: int, arrived: list[int], times: BatchTimes) -> None:
+        """Requests answered: they arrived then (monotonic ns), with so many rows, and shared one forward."""
+        count, since = len(arrived), sum(arrived)
         self.inferences += rows
         self.last_inference_ms = time.time_ns() // 1_000_000
-        self.success.add(time.monotonic_ns() - arrived)
-        self.queue.add(times.began - arrived)
-        self.stages.add(times)
+        self.success.add(count * time.monotonic_ns() - since, count)
+        self.queue.add(count * times.began - since, count)
+        self.stages.add(times, 1, count)
 
     def count_failure(self, arrived: int) -> None:
         self.fail.add(time.monotonic_ns() - arrived)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gemmwire.wire import WireError
 
 from .errors import EngineError
-from .infer import error_reply
+from .infer import error_reply, reply_fields
 
 LONGEST_HEAD = 64 << 10  # bytes of a head, or of what describes a chunked body
 
@@ -96,6 +98,13 @@ def closing_answer(error: WireError | EngineError) -> bytes:
     reply = error_reply(error, {})
     fields = {**reply.fields({}), "connection": "close"}
     return b"".join([STATUS_LINE[reply.status], field_lines(fields), *reply.buffers])
+
+
+@lru_cache(maxsize=256)
+def reply_lines(size: int, identity: str, keep_alive: bool, *headers: tuple[str, str]) -> bytes:
+    """The fields of an answer with these headers and a body of `size` bytes; they are often the same."""
+    fields = reply_fields(dict(headers), size, identity)
+    return field_lines(fields if keep_alive else {**fields, "connection": "close"})
 
 
 def field_lines(fields: dict[str, str]) -> bytes:

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -98,8 +99,7 @@ def test_the_stages_of_a_request_add_up_to_its_total(server: Served) -> None:
 def test_a_time_belongs_to_the_first_bound_that_is_not_less(bound: int) -> None:
     """Guards: le read as 'less'."""
     histogram = Histogram()
-    histogram.add(BOUNDS[bound])
-    histogram.add(BOUNDS[bound] + 1)
+    histogram.add(np.array([BOUNDS[bound], BOUNDS[bound] + 1]))
     assert (histogram.counts[bound], histogram.counts[bound + 1]) == (1, 1)
 
 

@@ -8,6 +8,7 @@ weight, against ones in x.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ from gemmwire_service.mxfp8.weight import MxWeight
 log = logging.getLogger("gemmwire.emulation")
 
 DEVICES = ("cpu", "cuda")
+_HOLDING_UP_TO = 1 << 20  # bytes
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = None
 BIAS_PARTS = 3
 _PACK_ROWS = 16  # the M that the order is chosen for
 _PACK_FROM = 1 << 16  # elements; below it the call costs more than the order saves
@@ -55,12 +60,17 @@ class _Scratch:
     x: Tensor  # its first k_pad columns
     workspace: Workspace
 
+    def head(self, bucket: int) -> _Scratch:
+        return _Scratch(self.operand[:bucket], self.x[:bucket], self.workspace)
+
 
 _Key = tuple[int, int, int, torch.device]  # bucket, k_pad, columns
+_Width = tuple[int, int, torch.device]  # k_pad, columns
 
 
 class Operands:
-    """x, rounded to MXFP8, beside the ones that the bias takes: one scratch per thread, bucket and width."""
+    """x, rounded to MXFP8, beside the ones that the bias takes: one scratch per thread and width, of which a
+    bucket has the first rows. One that grows leaves the smaller to the graphs that hold its address."""
 
     def __init__(self) -> None:
         self._threads = threading.local()
@@ -70,11 +80,18 @@ class Operands:
         is NaN in it, and with it every dot product over its row."""
         kept: dict[_Key, _Scratch] = self._threads.__dict__.setdefault("kept", {})
         key = (x.shape[0], k_pad, columns, x.device)
-        if key not in kept:
-            kept[key] = _allocate(*key)
-        scratch = kept[key]
+        scratch = kept.get(key)
+        if scratch is None:
+            scratch = kept[key] = self._large(*key).head(x.shape[0])
         fake_quantize(x, scratch.x, scratch.workspace)
         return scratch.operand
+
+    def _large(self, bucket: int, k_pad: int, columns: int, device: torch.device) -> _Scratch:
+        large: dict[_Width, _Scratch] = self._threads.__dict__.setdefault("large", {})
+        found = large.get((k_pad, columns, device))
+        if found is None or len(found.operand) < bucket:
+            found = large[k_pad, columns, device] = _allocate(bucket, k_pad, columns, device)
+        return found
 
 
 class Emulation:
@@ -120,7 +137,7 @@ class Emulation:
         check_shapes(x, weight, plan, out)
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
         if weight.packed:
-            out.copy_(_linear(operand, weight.matrix))
+            _copy(_linear(operand, weight.matrix), out)
         else:
             torch.mm(operand, weight.matrix.t(), out=out)
 
@@ -171,6 +188,14 @@ def _allocate(bucket: int, k_pad: int, columns: int, device: torch.device) -> _S
 def _linear(x: Tensor, packed: Tensor) -> Tensor:
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
     return y
+
+
+def _copy(y: Tensor, out: Tensor) -> None:
+    """Without giving Python's lock away, where it is short: the event loop may keep it for longer."""
+    if y.nbytes <= _HOLDING_UP_TO and out.is_contiguous():
+        _memmove(out.data_ptr(), y.data_ptr(), y.nbytes)
+    else:
+        out.copy_(y)
 
 
 def _pack(matrix: Tensor) -> Tensor | None:
