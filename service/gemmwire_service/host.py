@@ -107,10 +107,11 @@ class Host:
         weight = layer.routes.by_bucket[bucket].weight
         plain = weight.k_pad == layer.spec.k and weight.n_pad == layer.spec.n
         row = 2 * max(weight.k_pad, weight.n_pad)
-        if not plain or any(item.rows * row > _COPY_BELOW for item in batch):
+        if not plain:
             return None
-        if any(item.datatype != "BF16" or item.x.datatype != "BF16" for item in batch):
-            return None
+        for item in batch:
+            if item.rows * row > _COPY_BELOW or item.datatype != "BF16" or item.x.datatype != "BF16":
+                return None
         key = (bucket, weight.k_pad, weight.n_pad)
         place = self._places.get(key)
         if place is None:
