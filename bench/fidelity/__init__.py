@@ -1,0 +1,1 @@
+"""What MXFP8 and other precisions cost two small real models; run by bench/accuracy.py."""
