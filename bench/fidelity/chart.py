@@ -1,8 +1,8 @@
-"""The figures as an SVG of two panels: nats a token over FP32, and the error of embeddings."""
+"""The figures as an SVG of panels, one below the other, each with a bar for a precision."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
@@ -11,108 +11,113 @@ from fidelity.language import CORPUS
 from fidelity.precisions import PRECISIONS, REFERENCE
 
 COLOURS = {"bf16": "#6b7280", "mxfp8_weights": "#60a5fa", "mxfp8": "#1d4ed8", "mxfp8_floor": "#f59e0b"}
-WIDTH, LEFT, BAR, GAP, HEAD = 760, 150, 16, 14, 34
+WIDTH, LEFT, RIGHT = 780, 110, 90
+BAR, GAP, HEAD = 16, 12, 34
 FONT = 'font-family="system-ui, sans-serif" font-size="12" fill="#111827"'
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Bar:
+    """`low` and `high`: the ends of the line that is drawn over it."""
+
     colour: str
     value: float
-    error: float
+    low: float
+    high: float
     label: str
 
 
 @dataclass(frozen=True)
-class Group:
+class Panel:
     title: str
-    bars: tuple[Bar, ...]
+    groups: tuple[tuple[str, tuple[Bar, ...]], ...]
 
 
 def chart(found: dict[str, Any]) -> str:
-    compared = [precision for precision in PRECISIONS if precision.name != REFERENCE]
-    parts, top = _legend([(COLOURS[each.name], each.title) for each in compared]), HEAD
-    panels = [("nats a token over FP32 (lines: two standard errors)", _texts(found["language"]))]
-    if found["embedding"]:
-        panels.append(("relative error of an embedding, mean (lines: up to the most)", _embeddings(found)))
-    for title, groups in panels:
-        drawn, top = _panel(title, groups, top)
+    parts, top = _legend(), HEAD
+    for panel in _panels(found):
+        drawn, top = _drawn(panel, top)
         parts += drawn
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" viewBox="0 0 {WIDTH} {top}">'
-    )
-    back = f'<rect width="{WIDTH}" height="{top}" fill="#ffffff"/>'
-    return "\n".join([head, back, *parts, "</svg>"]) + "\n"
+    size = f'width="{WIDTH}" height="{top}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {top}">'
+    return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
-def _texts(rows: Sequence[dict[str, Any]]) -> list[Group]:
+def _panels(found: dict[str, Any]) -> list[Panel]:
+    texts, embeddings = found["language"], found["embedding"]
     return [
-        Group(
-            text.title.partition(",")[0],
-            tuple(
-                Bar(COLOURS[row["precision"]], row["nats"], 2 * row["nats_error"], f"{row['nats']:+.5f}")
-                for row in rows
-                if row["text"] == text.name and row["precision"] != REFERENCE
-            ),
-        )
-        for text in CORPUS
-        if any(row["text"] == text.name for row in rows)
+        Panel("nats a token over FP32 (lines: two standard errors)", _by_text(texts, _nats)),
+        Panel("divergence from FP32, nats a token", _by_text(texts, _divergence)),
+        Panel(
+            "relative error of embeddings, mean (lines: to the largest)",
+            (("MiniLM", _bars(embeddings, _error)),),
+        ),
     ]
 
 
-def _embeddings(found: dict[str, Any]) -> list[Group]:
-    bars = tuple(
-        Bar(
-            COLOURS[row["precision"]],
-            row["error"],
-            row["error_most"] - row["error"],
-            f"{100 * row['error']:.2f} %",
-        )
-        for row in found["embedding"]
-        if row["precision"] != REFERENCE
+def _by_text(rows: Sequence[Row], bar: Callable[[Row], Bar]) -> tuple[tuple[str, tuple[Bar, ...]], ...]:
+    return tuple(
+        (text.short, _bars([row for row in rows if row["text"] == text.name], bar)) for text in CORPUS
     )
-    return [Group("MiniLM", bars)]
 
 
-def _panel(title: str, groups: Sequence[Group], top: int) -> tuple[list[str], int]:
+def _bars(rows: Sequence[Row], bar: Callable[[Row], Bar]) -> tuple[Bar, ...]:
+    return tuple(bar(row) for row in rows if row["precision"] != REFERENCE)
+
+
+def _nats(row: Row) -> Bar:
+    value, reach = row["nats"], 2 * row["nats_error"]
+    return Bar(COLOURS[row["precision"]], value, value - reach, value + reach, f"{value:+.5f}")
+
+
+def _divergence(row: Row) -> Bar:
+    value = row["divergence"]
+    return Bar(COLOURS[row["precision"]], value, value, value, f"{value:.5f}")
+
+
+def _error(row: Row) -> Bar:
+    value = row["error"]
+    return Bar(COLOURS[row["precision"]], value, value, row["error_most"], f"{100 * value:.2f} %")
+
+
+def _drawn(panel: Panel, top: int) -> tuple[list[str], int]:
     """-> its elements, and where the next begins."""
-    bars = [bar for group in groups for bar in group.bars]
-    high = max(0.0, *(bar.value + bar.error for bar in bars)) or 1.0
-    low = (
-        min(0.0, *(bar.value - abs(bar.error) for bar in bars)) if any(bar.value < 0 for bar in bars) else 0.0
-    )
-    scale = (WIDTH - LEFT - 90) / (high - low)
-    zero = LEFT - low * scale
-    parts = [f'<text x="{LEFT}" y="{top + 16}" {FONT} font-weight="600">{escape(title)}</text>']
-    y, first = top + 26, top + 26
-    for group in groups:
-        middle = y + len(group.bars) * BAR / 2 + 4
-        words = escape(group.title if len(group.title) < 24 else group.title[:22] + "...")
-        parts.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" {FONT} text-anchor="end">{words}</text>')
-        for bar in group.bars:
+    bars = [bar for _, group in panel.groups for bar in group]
+    low, high = min(0.0, *(bar.low for bar in bars)), max(0.0, *(bar.high for bar in bars))
+    scale = (WIDTH - LEFT - RIGHT) / (high - low)
+    zero, y = LEFT - low * scale, top + 24
+    parts = [f'<text x="{LEFT}" y="{top + 14}" {FONT} font-weight="600">{escape(panel.title)}</text>']
+    for title, group in panel.groups:
+        middle = y + len(group) * BAR / 2 + 4
+        parts.append(
+            f'<text x="{LEFT - 10}" y="{middle:.0f}" {FONT} text-anchor="end">{escape(title)}</text>'
+        )
+        for bar in group:
             parts += _bar(bar, zero, scale, y)
             y += BAR
         y += GAP
-    parts.append(f'<path d="M{zero:.1f} {first - 4}V{y - GAP + 4}" stroke="#111827"/>')
-    return parts, y + 8
+    parts.append(f'<path d="M{zero:.1f} {top + 20}V{y - GAP + 2}" stroke="#111827"/>')
+    return parts, y + 6
 
 
 def _bar(bar: Bar, zero: float, scale: float, y: int) -> list[str]:
-    end = zero + bar.value * scale
-    reach, middle = bar.error * scale, y + BAR / 2 - 1
-    x, width = min(zero, end), max(abs(end - zero), 0.5)
-    start = max(end - reach, LEFT) if bar.value >= 0 else end - reach
+    end, middle = zero + bar.value * scale, y + BAR / 2 - 1
+    low, high = zero + bar.low * scale, zero + bar.high * scale
+    left, width = min(zero, end), max(abs(end - zero), 0.5)
     return [
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{bar.colour}"/>',
-        f'<path d="M{start:.1f} {middle:.1f}H{end + reach:.1f}" stroke="#111827"/>',
-        f'<text x="{max(end + reach, zero) + 6:.1f}" y="{y + BAR - 4}" {FONT}>{escape(bar.label)}</text>',
+        f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{bar.colour}"/>',
+        f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}" stroke="#111827"/>',
+        f'<text x="{max(high, zero) + 6:.1f}" y="{y + BAR - 4}" {FONT}>{escape(bar.label)}</text>',
     ]
 
 
-def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
+def _legend() -> list[str]:
     parts, x = [], 12
-    for colour, title in entries:
-        parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="20" {FONT}>{escape(title)}</text>')
-        x += 32 + 6 * len(title)
+    for precision in PRECISIONS:
+        if precision.name != REFERENCE:
+            colour = COLOURS[precision.name]
+            parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 17}" y="20" {FONT}>{escape(precision.title)}</text>')
+            x += 36 + 7 * len(precision.title)
     return parts

@@ -14,7 +14,15 @@ from glassllm.autograd import embedding
 from torch import nn
 
 from fidelity.precisions import PRECISIONS, REFERENCE
-from fidelity.statistics import Floats, Integers, divergence, log_softmax, perplexity, standard_error
+from fidelity.statistics import (
+    Floats,
+    Integers,
+    divergence,
+    entropy,
+    log_softmax,
+    perplexity,
+    standard_error,
+)
 from gemmwire import Client
 
 TEXTS = Path(__file__).with_name("texts")
@@ -24,13 +32,14 @@ HEAD = "lm_head"
 @dataclass(frozen=True)
 class Text:
     name: str
+    short: str
     title: str
 
 
 CORPUS = (
-    Text("alice", "Alice's Adventures in Wonderland, I (in its training text)"),
-    Text("oz", "The Wonderful Wizard of Oz, I and II (not in it)"),
-    Text("opticks", "Newton's Opticks, Query 31 (not in it)"),
+    Text("alice", "Alice", "Alice's Adventures in Wonderland, I (in its training text)"),
+    Text("oz", "Wizard of Oz", "The Wonderful Wizard of Oz, I and II (not in it)"),
+    Text("opticks", "Opticks", "Newton's Opticks, Query 31 (not in it)"),
 )
 
 
@@ -122,6 +131,7 @@ def figures(scores: Scores, reference: Scores) -> dict[str, float]:
         "nats": float(difference.mean()),
         "nats_error": standard_error(difference, scores.windows),
         "divergence": float(divergence(reference.log_probs, scores.log_probs).mean()),
+        "entropy": float((entropy(scores.log_probs) - entropy(reference.log_probs)).mean()),
         "same_first": float((scores.log_probs.argmax(-1) == reference.log_probs.argmax(-1)).mean()),
     }
 

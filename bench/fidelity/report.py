@@ -28,7 +28,15 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def _language(rows: Sequence[Row]) -> str:
-    head = ("text", "linear layers", "perplexity", "nats a token over FP32", "divergence", "same first token")
+    head = (
+        "text",
+        "linear layers",
+        "perplexity",
+        "nats a token over FP32",
+        "divergence",
+        "entropy over FP32",
+        "same first token",
+    )
     titles = {text.name: text.title for text in CORPUS}
     return _table(
         head,
@@ -39,6 +47,7 @@ def _language(rows: Sequence[Row]) -> str:
                 f"{row['perplexity']:.2f} +- {row['perplexity_error']:.2f}",
                 _difference(row, f"{row['nats']:+.5f} +- {row['nats_error']:.5f}"),
                 _difference(row, f"{row['divergence']:.5f}"),
+                _difference(row, f"{row['entropy']:+.4f}"),
                 _difference(row, f"{100 * row['same_first']:.1f} %"),
             )
             for row in rows

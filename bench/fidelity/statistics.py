@@ -33,6 +33,12 @@ def divergence(reference: Floats, other: Floats) -> Floats:
     return result
 
 
+def entropy(log_probs: Floats) -> Floats:
+    """Nats, of each row: how unsure the model is."""
+    result: Floats = -(np.exp(log_probs) * log_probs).sum(-1)
+    return result
+
+
 def ranks(values: Floats) -> Floats:
     """From 1, smallest first; equal values share the mean of their ranks."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)

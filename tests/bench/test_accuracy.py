@@ -104,7 +104,7 @@ def test_the_chart_has_a_bar_for_each_difference(found: dict[str, Any]) -> None:
     bars = [each for each in root.iter(f"{space}rect") if each.get("fill") in chart.COLOURS.values()]
     legend, compared = len(chart.COLOURS), len(NAMES) - 1
     assert REFERENCE not in chart.COLOURS
-    assert len(bars) == legend + compared * (len(language.CORPUS) + 1)
+    assert len(bars) == legend + compared * (2 * len(language.CORPUS) + 1)
     right = max(float(each.get("x", 0)) + float(each.get("width", 0)) for each in bars)
     left = min(float(each.get("x", 0)) for each in bars)
     assert left >= 0

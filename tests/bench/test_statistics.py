@@ -54,6 +54,7 @@ def test_figures_of_a_text_against_a_reference() -> None:
     found = language.figures(language.Scores(sure, targets, windows), language.Scores(even, targets, windows))
     assert_allclose(found["nats"], (3 * np.log(0.5 / 0.75) + np.log(0.5 / 0.25)) / 4)
     assert_allclose(found["divergence"], 0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25))
+    assert_allclose(found["entropy"], np.log(4) - 0.75 * np.log(3) - np.log(2))
     assert found["same_first"] == 1.0
 
 
