@@ -29,7 +29,10 @@ from .tuning import loss, reason
 
 log = logging.getLogger("gemmwire.device")
 
-_NOW_BELOW = 1 << 24  # of `work`: it takes about as long as waking a thread does, 0.1 ms
+# Of `work`, what the event loop may do: as much as takes as long as waking a thread does, 0.1 ms; and some ms
+# where nobody else is expected, who would wait for the device in any case.
+_NOW_UP_TO = 1 << 24
+_ALONE_UP_TO = 1 << 29
 _EFFICIENT = 64  # rows from which a CPU's matmul takes a time in proportion to them
 
 GRAPH_BUDGET = 4 << 30  # bytes
@@ -225,14 +228,15 @@ class Device:
 
     # --- the event loop, while nothing is queued that came before ---
 
-    def compute_now(self, batch: list[Item]) -> Done | None:
+    def compute_now(self, batch: list[Item], alone: bool = False) -> Done | None:
         """On a CPU: compute requests of one layer on this thread; None where that would take long, or is not
-        our turn."""
+        our turn. `alone`: no others are expected meanwhile."""
         rows = sum(item.rows for item in batch)
         if self.overlaps or rows > self.ladder.largest or self.lost is not None:
             return None
         bucket = self.ladder.bucket_for(rows)
-        if work(bucket, batch[0].layer.routes.by_bucket[bucket].weight) > _NOW_BELOW:
+        most = _ALONE_UP_TO if alone else _NOW_UP_TO
+        if work(bucket, batch[0].layer.routes.by_bucket[bucket].weight) > most:
             return None
         if not self._turn.acquire(blocking=False):
             return None

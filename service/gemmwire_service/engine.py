@@ -141,7 +141,7 @@ class Engine:
         self._admit(item)
         self._new.append(item)
         if self.alone():
-            self._pass_on()
+            self._pass_on(alone=True)
         elif len(self._new) == 1:
             # After the other requests that this turn of the event loop brings, which then share a forward.
             self._running_loop.call_soon(self._pass_on)
@@ -178,7 +178,7 @@ class Engine:
     def _job_done(self) -> None:
         self._jobs -= 1
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, alone: bool = False) -> None:
         """Give the requests of this turn to the device, or compute them here if that is faster."""
         new = self._take_new()
         if not new:
@@ -188,7 +188,7 @@ class Engine:
         if nothing_before and self._device.overlaps:
             return self._here.take(new, self._running_loop)
         if nothing_before and all(item.layer is new[0].layer and item.wanted(now) for item in new):
-            done = self._device.compute_now(new)
+            done = self._device.compute_now(new, alone)
             if done is not None:
                 return self._finish(done)
         return self._put(new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import platform
 import sys
 from threading import Thread
 
@@ -52,6 +53,14 @@ def test_what_it_is_made_of_cannot_be_written(container: Container, folder: str)
 def test_what_it_needs_to_write_can_be_written(container: Container, folder: str) -> None:
     """Guards: caches that cannot be kept by a user who is not root."""
     container.inside("sh", "-c", f"echo 1 > {folder}/new && rm {folder}/new")
+
+
+def test_what_a_compiler_would_make_is_in_it(container: Container) -> None:
+    """Guards: an image that quantizes by fourteen operators, since it has no compiler."""
+    if platform.machine() != "x86_64":
+        pytest.skip("it is compiled for levels of x86-64")
+    code = "from gemmwire_service.mxfp8.fake_cpu import _baked; print(_baked())"
+    assert container.inside("python", "-c", code).strip().endswith(".so")
 
 
 def test_there_is_no_compiler_in_it(container: Container) -> None:
