@@ -32,6 +32,13 @@ def _quantize() -> Command:
     return quantize
 
 
+def _accuracy() -> Command:
+    """Exit status: 0; 1 where a layer's verdict is the one of --fail-on, or worse."""
+    from .accuracy.command import main as accuracy
+
+    return accuracy
+
+
 def _key() -> Command:
     """Exit status: 0 where a key was drawn, and written down if that was asked."""
     from .new_key import main as key
@@ -44,6 +51,7 @@ COMMANDS: dict[str, Callable[[], Command]] = {
     "serve": _serve,
     "check": _check,
     "quantize": _quantize,
+    "accuracy": _accuracy,
     "key": _key,
 }
 DEFAULT = "serve"

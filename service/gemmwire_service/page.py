@@ -33,19 +33,21 @@ class Page:
 
 def policy(page: str) -> str:
     """A Content-Security-Policy under which the page's own script and style run, and nothing else does."""
+    return "; ".join([*directives(page), "frame-ancestors 'none'"])
+
+
+def directives(page: str) -> list[str]:
+    """Those of the policy that a page itself can state, in a meta element."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
         digest = b64encode(sha256(text.encode()).digest()).decode()
         hashes[kind].append(f"'sha256-{digest}'")
-    return "; ".join(
-        [
-            "default-src 'none'",
-            "script-src " + " ".join(hashes["script"]),
-            "style-src " + " ".join(hashes["style"]),
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    )
+    return [
+        "default-src 'none'",
+        "script-src " + " ".join(hashes["script"]),
+        "style-src " + " ".join(hashes["style"]),
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]

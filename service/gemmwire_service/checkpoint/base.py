@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from gemmwire_service.errors import CheckpointError
+from gemmwire_service.mxfp8.fidelity import Fidelity
 from gemmwire_service.mxfp8.weight import MxWeight
 
 _SHOWN = 10  # entries of a list that an error message spells out
@@ -50,12 +51,14 @@ class Probe:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer, ready for `Backend.prepare`. `probe` is None if no unquantized weight is stored."""
+    """One layer, ready for `Backend.prepare`. `probe` and `fidelity` are None if no unquantized weight is
+    stored; `fidelity` is of evenly spaced rows of the weight (`Fidelity.sample`)."""
 
     name: str
     weight: MxWeight
     source_dtype: str  # BF16, F16, F32 or MXFP8
     probe: Probe | None
+    fidelity: Fidelity | None = None
 
 
 class Checkpoint(Protocol):
@@ -83,6 +86,13 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> LayerWeights:
         """Loads one layer. Raises CheckpointError naming file and tensor when it cannot be served."""
+
+    def has_unquantized(self, name: str) -> bool:
+        """Whether the layer is stored as floats, and not in MXFP8. Raises as `spec` does."""
+
+    def unquantized(self, name: str) -> Tensor:
+        """The finite float weight [N, K] that `read` quantizes, in the dtype that it is stored in. Raises as
+        `read` does, and CheckpointError where MXFP8 is all that is stored."""
 
 
 def shown(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A layer out of a float weight: checked, quantized, probed."""
+"""A layer out of a float weight: checked, quantized, probed, measured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from gemmwire_service.checkpoint.base import LayerWeights
 from gemmwire_service.checkpoint.probe import make_probe
 from gemmwire_service.errors import CheckpointError
+from gemmwire_service.mxfp8.fidelity import Fidelity
 from gemmwire_service.mxfp8.weight import MxWeight
 
 SOURCE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -16,9 +17,9 @@ _CHUNK = 1 << 18  # elements looked at together: the mask of a whole weight woul
 
 def quantize_layer(name: str, weight: Tensor, bias: Tensor | None) -> LayerWeights:
     """`weight` BF16, F16 or F32 [N, K] with finite values, quantized from its own dtype; `bias` FP32 [N]."""
-    return LayerWeights(
-        name, MxWeight.from_float(weight, bias), SOURCE_DTYPES[weight.dtype], make_probe(name, weight, bias)
-    )
+    mx = MxWeight.from_float(weight, bias)
+    probe, fidelity = make_probe(name, weight, bias), Fidelity.sample(weight, mx)
+    return LayerWeights(name, mx, SOURCE_DTYPES[weight.dtype], probe, fidelity)
 
 
 def check_finite(tensor: Tensor, where: str) -> Tensor:

@@ -23,6 +23,7 @@ from gemmwire_service.checkpoint.base import (
 )
 from gemmwire_service.checkpoint.wrapped import WrappedCheckpoint
 from gemmwire_service.fusing import Rule
+from gemmwire_service.mxfp8.fidelity import Fidelity
 from gemmwire_service.mxfp8.weight import MxWeight
 
 
@@ -73,6 +74,13 @@ class FusedCheckpoint(WrappedCheckpoint):
         if name not in self._groups:
             return self._within.read(self._parts(name)[0])
         return _fuse(name, [self._within.read(part) for part in self._parts(name)])
+
+    def has_unquantized(self, name: str) -> bool:
+        return all(self._within.has_unquantized(part) for part in self._parts(name))
+
+    def unquantized(self, name: str) -> Tensor:
+        """Parts of different dtypes become the one that holds both."""
+        return torch.cat([self._within.unquantized(part) for part in self._parts(name)])
 
     def parts(self, name: str) -> tuple[tuple[str, int], ...]:
         """Name and rows of each layer that `name` is fused from, in order; none for one that is not."""
@@ -135,7 +143,9 @@ def _fuse(name: str, parts: Sequence[LayerWeights]) -> LayerWeights:
         weights[0].k,
     )
     dtypes = dict.fromkeys(part.source_dtype for part in parts)
-    return LayerWeights(name, weight, "+".join(dtypes), _probe(parts))
+    known = [part.fidelity for part in parts if part.fidelity is not None]
+    fidelity = Fidelity.total(known) if len(known) == len(parts) else None
+    return LayerWeights(name, weight, "+".join(dtypes), _probe(parts), fidelity)
 
 
 def _probe(parts: Sequence[LayerWeights]) -> Probe | None:

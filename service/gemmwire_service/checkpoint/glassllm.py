@@ -115,9 +115,15 @@ class GlassllmCheckpoint:
         return math.prod(array.shape) * array.dtype.itemsize
 
     def read(self, name: str) -> LayerWeights:
+        return quantize_layer(name, self.unquantized(name), None)
+
+    def has_unquantized(self, name: str) -> bool:
+        return bool(self._name_in_file(name))
+
+    def unquantized(self, name: str) -> Tensor:
         stored = self._name_in_file(name)
         weight = check_finite(self._load(stored), self._where(stored))
-        return quantize_layer(name, weight if stored == EMBEDDING else weight.T.contiguous(), None)
+        return weight if stored == EMBEDDING else weight.T.contiguous()
 
     def _name_in_file(self, name: str) -> str:
         if name not in self._stored:

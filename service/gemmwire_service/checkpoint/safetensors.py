@@ -68,6 +68,20 @@ class SafetensorsCheckpoint:
             return LayerWeights(linear.name, self._take(linear, linear.scale, bias), "MXFP8", None)
         return quantize_layer(name, self._load_float(linear), bias)
 
+    def has_unquantized(self, name: str) -> bool:
+        return self._linear(name).scale is None
+
+    def unquantized(self, name: str) -> Tensor:
+        linear = self._linear(name)
+        if linear.scale is not None:
+            where = self.files[linear.weight.name].where(linear.weight.name)
+            raise CheckpointError(
+                f"{where}: is in MXFP8, and what it was made from is not here; give the unquantized model",
+                expected="BF16, F16 or F32",
+                got=linear.weight.dtype,
+            )
+        return self._load_float(linear)
+
     def quantized(self, name: str) -> MxWeight:
         """The weight of `read`, without the bias and the probe."""
         linear = self._linear(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from gemmwire_service.checkpoint.base import Checkpoint, LayerShape, LayerWeights, Skipped
 
 
@@ -34,3 +36,9 @@ class WrappedCheckpoint:
 
     def read(self, name: str) -> LayerWeights:
         return self._within.read(name)
+
+    def has_unquantized(self, name: str) -> bool:
+        return self._within.has_unquantized(name)
+
+    def unquantized(self, name: str) -> Tensor:
+        return self._within.unquantized(name)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +15,7 @@ from gemmwire_service.checkpoint.safetensors_file import SafetensorsFile
 from gemmwire_service.checkpoint.safetensors_writer import SafetensorsWriter
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.progress import Progress, size
+from gemmwire_service.terminated import terminated
 
 from .declaration import DECLARATIONS, declare
 from .folder import check_apart, check_replaceable, check_room, copy_beside, replacing
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     """Exit status 0 when DST is complete. Errors: CheckpointError, OutputError; DST is then as it was."""
     options = parser().parse_args(list(arguments))
     patterns = (*(() if options.no_default_excludes else EXCLUDED), *options.exclude)
-    with _terminated():
+    with terminated():
         made = quantize(
             options.source, options.folder, options.format, patterns, options.force, options.shard
         )
@@ -96,20 +95,6 @@ def _counted(file: SafetensorsFile, name: str, progress: Progress) -> Iterator[b
     for chunk in file.chunks(name):
         yield chunk
         progress.add(name, len(chunk))
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that nothing half written is left."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def parser() -> argparse.ArgumentParser:

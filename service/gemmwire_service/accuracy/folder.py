@@ -1,0 +1,65 @@
+"""The files of a report, which appear when they are complete and not before."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from gemmwire_service.errors import OutputError
+
+
+class Folder:
+    """Where `write` puts a report. A file that is there already is replaced whole."""
+
+    def __init__(self, path: Path, beside: str) -> None:
+        self.path, self._beside = path, beside
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Each file's text by its name: all are written in full before the first takes its name.
+
+        Raises OutputError.
+        """
+        try:
+            made = [(self._new(name), self.path / name) for name in files]
+            for (new, _), content in zip(made, files.values(), strict=True):
+                new.write_text(content, encoding="utf-8")
+            for new, name in made:
+                new.replace(name)
+        except OSError as error:
+            raise _failed(self.path, error) from None
+
+    def _new(self, name: str) -> Path:
+        return self.path / f".{name}.{self._beside}"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Folder]:
+    """The folder at `path`, made if it is not there, and tried: a model is not measured for an hour to find
+    that nothing can be written. What is incomplete goes when the block ends, and so does a folder that was
+    made for nothing. Raises OutputError."""
+    there = path.is_dir()
+    folder = Folder(path, secrets.token_hex(4))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        trial = folder._new("trial")
+        trial.touch(exist_ok=False)
+        trial.unlink()
+    except OSError as error:
+        raise _failed(path, error) from None
+    try:
+        yield folder
+    finally:
+        for left in path.glob(f".*.{folder._beside}"):
+            left.unlink(missing_ok=True)
+        if not there and not any(path.iterdir()):
+            path.rmdir()
+
+
+def _failed(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"{path}: cannot be written to: {error.strerror or error}; name a folder that can, with --out",
+        expected="a folder that can be written to",
+        got=error.strerror,
+    )

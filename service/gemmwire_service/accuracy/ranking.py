@@ -1,0 +1,37 @@
+"""Relative errors of many rows in a few numbers, and the worst of them by their place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORST = 8  # rows or blocks that are named
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Quantiles of the relative errors of rows, by nearest rank: each is the error of some row."""
+
+    median: float
+    p99: float
+    worst: float
+
+    @classmethod
+    def of(cls, errors: Tensor) -> Spread:
+        """errors: float64 [m], m at least 1."""
+        ranked = errors.sort().values
+        return cls(*(float(ranked[math.ceil(share * len(ranked)) - 1]) for share in (0.5, 0.99, 1.0)))
+
+
+def relative_errors(noise: Tensor, signal: Tensor) -> Tensor:
+    """Roots of noise / signal, both float64 sums of squares: 0 / 0 is 0, and anything else / 0 Infinity."""
+    return torch.where(noise == 0, 0.0, (noise / signal).sqrt())
+
+
+def worst(errors: Tensor) -> list[tuple[int, float]]:
+    """Place and error of the few largest, the largest first, the first of equals before; none that is 0."""
+    order = errors.argsort(descending=True, stable=True)[:WORST]
+    return [(int(place), float(errors[place])) for place in order if errors[place] > 0]

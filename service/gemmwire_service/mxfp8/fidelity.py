@@ -1,0 +1,94 @@
+"""How much of numbers is left after a round trip through MXFP8: sums and counts that add up over tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from .format import BLOCK, E4M3_MAX, dequantize, power
+from .weight import MxWeight
+
+SAMPLE = 1 << 18  # elements that are looked at where it must cost next to nothing
+_SMALLEST_NORMAL = 0x08  # as a code without its sign; those from 1 up to it are subnormal
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Of `rows` rows, `elements` elements in all.
+
+    signal: the sum of x^2; noise: that of (x - x')^2, x' the dequantized x; both in float64.
+    saturated: elements whose magnitude is above 448 * 2^(s-127), the largest that their block's scale byte s
+    lets a code stand for: none under this project's scale rule. flushed: those that are not zero and whose
+    code is. subnormal: those whose code has exponent 0 and is not zero: 1 to 3 bits are left of them, not 4.
+    """
+
+    rows: int = 0
+    elements: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    zeros: int = 0
+    saturated: int = 0
+    flushed: int = 0
+    subnormal: int = 0
+
+    @classmethod
+    def of(cls, x: Tensor, codes: Tensor, scales: Tensor, served: Tensor | None = None) -> Fidelity:
+        """x: finite floats [m, k]; codes: float8_e4m3fn [m, k_pad]; scales: uint8 [m, k_pad/32];
+        served: float64 [m, k], what codes and scales stand for, if that is known already."""
+        k = x.shape[1]
+        exact = x.double()
+        stands = dequantize(codes, scales, torch.float64)[:, :k] if served is None else served
+        magnitude = codes.view(torch.uint8)[:, :k] & 0x7F
+        zeros, coded_zero = exact == 0, magnitude == 0
+        blocks = torch.nn.functional.pad(exact, (0, codes.shape[1] - k)).abs().unflatten(1, (-1, BLOCK))
+        largest = power(scales).double()[:, :, None] * E4M3_MAX
+        return cls(
+            rows=len(x),
+            elements=x.numel(),
+            signal=float(exact.square().sum()),
+            noise=float((exact - stands).square().sum()),
+            zeros=int(zeros.sum()),
+            saturated=int((blocks > largest).sum()),
+            flushed=int((coded_zero & ~zeros).sum()),
+            subnormal=int((~coded_zero & (magnitude < _SMALLEST_NORMAL)).sum()),
+        )
+
+    @classmethod
+    def sample(cls, weight: Tensor, mx: MxWeight) -> Fidelity:
+        """Of evenly spaced rows of a float weight [n, k] and what it became: SAMPLE elements, or all."""
+        count = min(mx.n, max(1, SAMPLE // mx.k))
+        if count == mx.n:
+            return cls.of(weight, mx.codes, mx.scales)
+        rows = torch.linspace(0, mx.n - 1, count).round().long()
+        codes = mx.codes.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
+        return cls.of(weight[rows], codes, mx.scales[rows])
+
+    @classmethod
+    def total(cls, parts: Iterable[Fidelity]) -> Fidelity:
+        return cls(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+
+    @property
+    def relative_error(self) -> float:
+        """||x - x'|| / ||x||: 0 where nothing is lost, of zeros too; Infinity where zeros became more."""
+        return relative(self.noise, self.signal)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10 log10(signal / noise) in dB; None where nothing is lost, which has no number of dB."""
+        if not self.noise:
+            return None
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    def share(self, count: int) -> float:
+        return count / self.elements if self.elements else 0.0
+
+
+def relative(noise: float, signal: float) -> float:
+    """The root of noise / signal, sums of squares; 0 / 0 is 0."""
+    if not noise:
+        return 0.0
+    return math.sqrt(noise / signal) if signal else math.inf
