@@ -9,6 +9,7 @@ from .engine import Engine, State
 from .infer import find_layer
 from .inputs import INPUT
 from .layer import Layer
+from .mxfp8.fidelity import Fidelity
 from .outputs import OUTPUT
 from .protocol import (
     BucketPlan,
@@ -21,6 +22,7 @@ from .protocol import (
     PassedOver,
     ServerMetadata,
     TensorMetadata,
+    WeightFidelity,
 )
 from .repository import Repository
 from .routes import Route
@@ -104,11 +106,11 @@ def _metadata(layer: Layer) -> ModelMetadata:
 
 
 def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
-    error, routes, graphs = layer.error, layer.routes, layer.graphs
+    error, routes, graphs, version = layer.error, layer.routes, layer.graphs, layer.version
     return ModelConfig(
         name=layer.name,
         platform=PLATFORM,
-        version=str(layer.version),
+        version=str(version),
         n=layer.spec.n,
         k=layer.spec.k,
         bias=layer.spec.bias,
@@ -130,6 +132,21 @@ def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
         buckets=list(buckets),
         quantization_error=error.quantization if error else None,
         arithmetic_error=error.arithmetic if error else None,
+        weight_fidelity=_fidelity(layer.fidelity_of(version)),
+    )
+
+
+def _fidelity(found: Fidelity | None) -> WeightFidelity | None:
+    if found is None:
+        return None
+    return WeightFidelity(
+        rows=found.rows,
+        sqnr_db=found.sqnr_db,
+        relative_error=found.relative_error,
+        zeros=found.share(found.zeros),
+        saturated=found.share(found.saturated),
+        flushed=found.share(found.flushed),
+        subnormal=found.share(found.subnormal),
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .backends.base import Backend, LayerSpec
+from .mxfp8.fidelity import Fidelity
 from .routes import Routes
 from .stats import LayerStats
 
@@ -23,6 +24,13 @@ class LayerError:
 
     quantization: float | None
     arithmetic: float
+
+
+class Measured(NamedTuple):
+    """What quantizing cost the weight of one version of a layer."""
+
+    version: int
+    fidelity: Fidelity
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Layer:
     programs: dict[int, Program] = field(default_factory=dict)  # by bucket, on a CUDA device
     stats: LayerStats = field(default_factory=LayerStats)
     model: str = ""
+    measured: Measured | None = None  # None where the checkpoint had no unquantized weight
 
     @property
     def name(self) -> str:
@@ -67,6 +76,17 @@ class Layer:
     def backend(self) -> Backend:
         """The one that runs the layer; single buckets may have another (`routes.fallbacks`)."""
         return self.routes.selection.backend
+
+    def fidelity_of(self, version: int) -> Fidelity | None:
+        """On any thread, while a refit changes the layer: never those of another version's weight."""
+        measured = self.measured
+        return measured.fidelity if measured is not None and measured.version == version else None
+
+    def number(self, version: int) -> None:
+        """Before it is served: the version that its weight has, where one of its name was served before."""
+        self.version = version
+        if self.measured is not None:
+            self.measured = self.measured._replace(version=version)
 
     @property
     def graph_count(self) -> int:

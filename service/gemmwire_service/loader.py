@@ -24,7 +24,7 @@ from .checkpoint.spot_check import SpotChecked
 from .checkpoint.weight_cache import CachedCheckpoint
 from .device import Device
 from .errors import SettingsError
-from .layer import Layer
+from .layer import Layer, Measured
 from .mxfp8.fake import keep_compiled_in
 from .mxfp8.weight import MxWeight
 from .plans import Environment, PlanStore
@@ -218,6 +218,8 @@ def _serve(
     layer = Layer(
         spec, router.route(spec, weight, form), source.path, weights.source_dtype, model=source.name
     )
+    if weights.fidelity is not None:
+        layer.measured = Measured(layer.version, weights.fidelity)
     for each in layer.routes.fallbacks:
         log.warning(
             "layer %s, M=%d: %s failed (%s); another backend runs it",

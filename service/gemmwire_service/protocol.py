@@ -64,6 +64,18 @@ class FusedPart(BaseModel):
     stop: int
 
 
+class WeightFidelity(BaseModel):
+    """What quantizing cost the weight; shares are of the elements of the rows that were looked at."""
+
+    rows: int = Field(description="evenly spaced rows of the weight that were looked at, all of a small one")
+    sqnr_db: float | None = Field(description="10 log10 of signal over noise; none where nothing was lost")
+    relative_error: float = Field(description="||w - w'|| / ||w||")
+    zeros: float
+    saturated: float = Field(description="above the largest number under their block's scale")
+    flushed: float = Field(description="not zero, and their code is")
+    subnormal: float = Field(description="with 1 to 3 significant bits, not 4")
+
+
 class ModelConfig(BaseModel):
     """A served layer in full: y[..., n] = x[..., k] @ W.T + b."""
 
@@ -92,6 +104,9 @@ class ModelConfig(BaseModel):
         description="||y - ref|| / ||ref|| against the unquantized weight"
     )
     arithmetic_error: float | None = Field(description="the same against the dequantized operands")
+    weight_fidelity: WeightFidelity | None = Field(
+        description="of this version's weight; none where it came in MXFP8"
+    )
 
 
 class ModelIndexEntry(BaseModel):

@@ -28,7 +28,8 @@ from .errors import (
     VersionConflict,
     WeightsRefused,
 )
-from .layer import Layer, LayerError
+from .layer import Layer, LayerError, Measured
+from .mxfp8.fidelity import Fidelity
 from .shadow import Shadow
 
 log = logging.getLogger("gemmwire.refit")
@@ -71,6 +72,7 @@ class _Candidate:
     shadow: Shadow
     error: LayerError
     source_dtype: str
+    fidelity: Fidelity | None
     seconds: Seconds
 
 
@@ -169,7 +171,7 @@ class Refit:
         trials = await on_device(self._engine, shadow.try_out)
         judged = [await asyncio.to_thread(judge, layer, weights.weight, weights.probe, y) for y in trials]
         seconds = Seconds(read - began, prepared - read, time.perf_counter() - prepared, 0.0)
-        return _Candidate(shadow, judged[0], weights.source_dtype, seconds)
+        return _Candidate(shadow, judged[0], weights.source_dtype, weights.fidelity, seconds)
 
 
 def refuse_version(layer: Layer, if_version: int | None) -> None:
@@ -218,6 +220,8 @@ def _change(source: Source, candidate: _Candidate, version: int) -> None:
             f"The weight of layer {layer.name!r} could not be replaced ({type(error).__name__}); version "
             f"{layer.version} is still served, bit for bit. The server's log has the details"
         ) from error
+    fidelity = candidate.fidelity
+    layer.measured = Measured(version, fidelity) if fidelity is not None else None  # first: readers compare
     layer.version = version
     layer.error = candidate.error
     layer.source, layer.source_dtype = source.name, candidate.source_dtype

@@ -186,7 +186,7 @@ class Repository:
         for layer in old:
             self._versions[layer.name] = layer.version
         for layer in new:
-            layer.version = self._versions.get(layer.name, 0) + 1
+            layer.number(self._versions.get(layer.name, 0) + 1)
         self._engine.exchange(old, new)
 
     async def _let_go(self, layers: list[Layer]) -> None:

@@ -88,6 +88,8 @@ def _layers(layers: Iterable[Layer], buckets: tuple[int, ...]) -> dict[str, Any]
     passed_over: dict[tuple[tuple[str, str], ...], int] = {}
     rows = []
     for layer in layers:
+        version = layer.version
+        fidelity = layer.fidelity_of(version)
         why = tuple((name, reason) for name, reason in layer.routes.selection.passed_over)
         rows.append(
             {
@@ -97,7 +99,8 @@ def _layers(layers: Iterable[Layer], buckets: tuple[int, ...]) -> dict[str, Any]
                 "backend": layer.backend.name,
                 "passed_over": passed_over.setdefault(why, len(passed_over)),
                 "mixed": bool(layer.routes.fallbacks),
-                "version": layer.version,
+                "version": version,
+                "weight_error": fidelity.relative_error if fidelity else None,
                 "codes": layer.stats.codes,
                 "rows": layer.stats.inferences,
                 "device_us": sum(stages.ns for stages in layer.stats.buckets.values()) / 1000,

@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import stat
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
@@ -29,14 +30,16 @@ from gemmwire_service.checkpoint.safetensors_file import TORCH_DTYPES, Safetenso
 from gemmwire_service.checkpoint.safetensors_writer import NewTensor, SafetensorsWriter
 from gemmwire_service.checkpoint.wrapped import WrappedCheckpoint
 from gemmwire_service.errors import CheckpointError
+from gemmwire_service.mxfp8.fidelity import Fidelity
 from gemmwire_service.mxfp8.weight import MxWeight
 
 log = logging.getLogger("gemmwire.weight_cache")
 
-FORMAT = 1  # of what is kept; raise it when that, or a byte that the quantizer makes, changes
+FORMAT = 2  # of what is kept; raise it when that, or a byte that the quantizer makes, changes
 _DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "F8_E8M0"}
 WEIGHTS, SEEN = "weights", "seen"
 CODES, SCALES, BIAS, PROBE_X, PROBE_Y = "codes", "scales", "bias", "probe.x", "probe.y"
+LAYER, FIDELITY = "layer", "fidelity"  # of its metadata
 
 
 class CachedCheckpoint(WrappedCheckpoint):
@@ -107,17 +110,18 @@ def _load(path: Path, name: str, spec: LayerShape, source_dtype: str) -> LayerWe
         tensors = {each: file.load(each) for each in file.tensors}
         weight = MxWeight.from_mxfp8(tensors[CODES], tensors[SCALES], tensors.get(BIAS))
         probe = Probe(tensors[PROBE_X], tensors[PROBE_Y])
+        fidelity = Fidelity(**json.loads(file.metadata[FIDELITY]))
         if (weight.n, weight.k, weight.bias is not None) != spec:
             raise CheckpointError(f"{path}: is of another layer: {weight.n}x{weight.k}")
-    except (CheckpointError, KeyError) as error:
+    except (CheckpointError, KeyError, ValueError, TypeError) as error:
         log.warning("%s cannot be used and is made again: %s", path, error)
         return None
-    return LayerWeights(name, weight, source_dtype, probe)
+    return LayerWeights(name, weight, source_dtype, probe, fidelity)
 
 
 def _keep(path: Path, weights: LayerWeights) -> None:
-    weight, probe = weights.weight, weights.probe
-    if probe is None:
+    weight, probe, fidelity = weights.weight, weights.probe, weights.fidelity
+    if probe is None or fidelity is None:
         return
     tensors: dict[str, Tensor | None] = {
         CODES: weight.codes[:, : weight.k],
@@ -128,10 +132,11 @@ def _keep(path: Path, weights: LayerWeights) -> None:
     }
     there = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     new = [NewTensor(name, _DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in there.items()]
+    metadata = {LAYER: weights.name, FIDELITY: json.dumps(asdict(fidelity))}
     beside = _beside(path)
     try:
         _make(path.parent)
-        with SafetensorsWriter(beside, new, {"layer": weights.name}) as writer:
+        with SafetensorsWriter(beside, new, metadata) as writer:
             for name, tensor in there.items():
                 writer.put(name, [_bytes(tensor)])
         beside.replace(path)

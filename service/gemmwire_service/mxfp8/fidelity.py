@@ -12,7 +12,7 @@ from torch import Tensor
 from .format import BLOCK, E4M3_MAX, dequantize, power
 from .weight import MxWeight
 
-SAMPLE = 1 << 18  # elements that are looked at where it must cost next to nothing
+SAMPLE = 1 << 17  # elements that are looked at where it must cost next to nothing
 _SMALLEST_NORMAL = 0x08  # as a code without its sign; those from 1 up to it are subnormal
 
 
