@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.checkpoint.base import listed, shown
-from gemmwire_service.checkpoint.float_layer import check_finite
 from gemmwire_service.checkpoint.linear import FLOATS
 from gemmwire_service.checkpoint.safetensors_file import SafetensorsFile
 from gemmwire_service.errors import CheckpointError
@@ -85,15 +84,16 @@ class Calibration:
 
 
 def _check_finite(x: Tensor, rows: list[int], where: str) -> Tensor:
-    """Finite in BF16 too, as which x is served."""
-    check_finite(x, where)
+    """x itself. Raises CheckpointError at its first number that is not finite in BF16, as x is served."""
     bad = ~x.bfloat16().isfinite()
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
+        value = float(x[row, column])
         raise CheckpointError(
-            f"{where}: holds {float(x[row, column])} at [{rows[row]}, {column}], which is beyond BF16's "
-            "range, and x is served by way of BF16; such a row is answered with NaN",
+            f"{where}: holds {value:g} at [{rows[row]}, {column}], which is not finite in BF16, as which "
+            "x is served: such a row is answered with NaN, and has no error that could be measured; leave it "
+            "out, or find out why the model makes it",
             expected="|x| <= 3.39e38",
-            got=float(x[row, column]),
+            got=f"{value:g}",
         )
     return x

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from gemmwire_service.checkpoint.base import listed
 from gemmwire_service.progress import Progress
 from gemmwire_service.terminated import terminated
 
@@ -80,7 +81,7 @@ def _layers(
 def _status(found: dict[str, Any], bound: str | None) -> int:
     bad = [layer["name"] for layer in found["layers"] if bound and at_least(layer["verdict"], bound)]
     if bad:
-        print(f"gemmwire-serve accuracy: {len(bad)} layers are {bound!r} or worse", file=sys.stderr)
+        print(f"gemmwire-serve accuracy: --fail-on {bound}: {listed(bad)}", file=sys.stderr)
     return 1 if bad else 0
 
 

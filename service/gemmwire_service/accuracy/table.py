@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemmwire_service.mxfp8.format import BLOCK
-
 from .inputs import CAPTURED, SYNTHETIC
 
 _KINDS = (*SYNTHETIC, CAPTURED)
@@ -41,7 +39,10 @@ def _line(cells: list[str], widths: list[int]) -> str:
 
 def _ending(document: dict[str, Any]) -> Iterator[str]:
     labels, summary = document["labels"], document["summary"]
-    yield f"{len(document['layers'])} layers: " + ", ".join(f"{summary[key]} {labels[key]}" for key in labels)
+    count = len(document["layers"])
+    yield f"{count} layer{'s' if count != 1 else ''}: " + ", ".join(
+        f"{summary[key]} {labels[key]}" for key in labels
+    )
     for layer in document["layers"]:
         for reason in layer["reasons"]:
             yield f"{layer['name']}: {reason}"
@@ -49,10 +50,3 @@ def _ending(document: dict[str, Any]) -> Iterator[str]:
 
 def _percent(value: float | str) -> str:
     return f"{100 * float(value):.3g} %"
-
-
-def footnote() -> str:
-    return (
-        "x columns: ||y' - y|| / ||y|| over all rows, y' of x and weight in MXFP8 "
-        f"(blocks of {BLOCK}), y of neither"
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 import torch
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 from safetensors.torch import save_file
 
+from chromium import WIDTHS, chromium, page_of
+from gemmwire import Client
 from http_calls import infer, message
 from keyed import drawn
 from oracle import spread
@@ -22,20 +24,12 @@ pytestmark = pytest.mark.browser
 
 EVIL = "<img src=x onerror=document.title='owned'>"
 SHAPES = {"model.layers.2.up": (64, 128), "model.layers.10.up": (96, 128), EVIL: (64, 128)}
-WIDTHS = (1280, 360)
-CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = next((path for name in CHROMIUMS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("there is no Chromium; on Debian: apt-get install chromium")
-    with sync_playwright() as playwright:
-        # Without its sandbox, which containers and root do not have: the page is our own.
-        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +42,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(params=WIDTHS)
 def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """A page that must not complain: neither the script nor the policy."""
-    opened = browser.new_page(viewport={"width": request.param, "height": 800})
-    opened.set_default_timeout(10_000)
-    complaints: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    yield opened
-    opened.close()
-    assert complaints == []
+    with page_of(browser, request.param) as opened:
+        yield opened
 
 
 def name_of(page: Page, layer: str) -> Any:
@@ -78,6 +65,33 @@ def test_a_layer_shows_what_it_is_and_why_it_is_not_faster(served: Served, page:
     name_of(page, "m.model.layers.2.up").click()
     for part in ("not cublas", "quantization error", "model.safetensors", "1 to 4096"):
         expect(row.locator(".detail")).to_contain_text(part)
+
+
+def test_a_layer_shows_what_quantizing_cost_its_weight(served: Served, page: Page) -> None:
+    page.goto(served.url)
+    name_of(page, "m.model.layers.2.up").click()
+    row = page.locator(".row", has=name_of(page, "m.model.layers.2.up"))
+    for part in ("weight SQNR", " dB", "flushed to zero", "saturated", "subnormal"):
+        expect(row.locator(".detail")).to_contain_text(part)
+    page.get_by_label("sort layers by").select_option("loss")
+    expect(page.locator("#layers .row")).to_have_count(len(SHAPES))
+
+
+def test_figures_of_a_weight_that_was_replaced_do_not_stay(served: Served, page: Page) -> None:
+    """Guards: the figures of the weight before under the version that is served, on a page that is open."""
+    name, weight = "m.model.layers.10.up", spread(96, 128, seed=96 + 128) / 2**14
+    page.goto(served.url)
+    name_of(page, name).click()
+    detail = page.locator(".row", has=name_of(page, name)).locator(".detail")
+    expect(detail).to_contain_text(re.compile(r"\d\.\d dB"))
+    with Client(served.url) as client:
+        version = client.refit(name, torch.ones(96, 128)).version
+        expect(detail).to_contain_text("weight SQNRexact")
+        expect(detail).to_contain_text(f"version{version}")
+        codes = torch.ones(96, 128).to(torch.float8_e4m3fn)
+        client.refit(name, codes, scale=torch.full((96, 4), 127, dtype=torch.uint8))
+        expect(detail).not_to_contain_text("weight SQNR")
+        client.refit(name, weight)  # for the tests that follow
 
 
 def test_nothing_is_wider_than_the_screen(served: Served, page: Page) -> None:
