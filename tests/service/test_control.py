@@ -60,6 +60,10 @@ def test_config_says_which_backend_and_why_not_a_better_one(server: Served) -> N
     assert 0 < config["quantization_error"] < 0.1
     assert config["arithmetic_error"] < 2**-7
     assert config["buckets"][:4] == [1, 2, 4, 8]
+    fidelity = config["weight_fidelity"]
+    assert fidelity["rows"] == 130
+    assert 0.02 < fidelity["relative_error"] < 0.06
+    assert fidelity["saturated"] == 0
 
 
 def test_the_index_lists_every_layer(server: Served) -> None:

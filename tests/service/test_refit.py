@@ -29,6 +29,7 @@ from gemmwire_service.checkpoint.float_layer import quantize_layer
 from gemmwire_service.engine import State
 from gemmwire_service.errors import WeightsRefused
 from gemmwire_service.layer import Layer
+from gemmwire_service.mxfp8.fidelity import Fidelity
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.refit import Refit, Refitted, Source
 from gemmwire_service.safetensors_body import read_weights
@@ -425,6 +426,44 @@ def test_the_layer_says_where_its_weight_came_from(served: Served, client: Clien
     assert (config["source"], config["source_dtype"]) == ("a refit request", "BF16")
     assert config["quantization_error"] == result.quantization_error != before["quantization_error"]
     assert json.loads(json.dumps(config)) == config
+
+
+def test_figures_of_the_weight_are_those_of_the_version(served: Served, client: Client) -> None:
+    """Guards: figures of a weight that is gone, for one that was quantized here and for one that was not."""
+    before = client.layer("m.l").config["weight_fidelity"]
+    assert (before["rows"], before["sqnr_db"]) == (N, None), "weight(0) is exact in MXFP8"
+    given = spread(N, K).to(torch.bfloat16)
+    client.refit("m.l", given, bias=BIAS)
+    quantized = MxWeight.from_float(given)
+    expected = Fidelity.of(given, quantized.codes, quantized.scales)
+    after = client.layer("m.l").config["weight_fidelity"]
+    assert after["sqnr_db"] == pytest.approx(expected.sqnr_db, rel=1e-12)
+    assert after["flushed"] == expected.flushed / (N * K)
+    client.refit("m.l", quantized.codes, scale=quantized.scales, bias=BIAS)
+    assert client.layer("m.l").config["weight_fidelity"] is None
+
+
+def test_figures_of_another_version_are_never_shown(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: config that is asked for between two lines of a refit: at each of them it has the figures of the
+    version that it names, or none."""
+    layer = layer_of(served)
+    seen: list[tuple[int, bool]] = []
+    known = {1: layer.fidelity_of(1)}
+
+    def watch(self: Layer, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        version = self.version
+        found = self.fidelity_of(version)
+        seen.append((version, found is None or version not in known or found == known[version]))
+        assert found is None or version == 1 or found != known[1]
+
+    monkeypatch.setattr(Layer, "__setattr__", watch)
+    with Client(served.url) as client:
+        client.refit("m.l", spread(N, K).to(torch.bfloat16), bias=BIAS)
+    assert {version for version, _ in seen} == {1, 2}
+    assert all(right for _, right in seen)
+    assert layer.fidelity_of(1) is None
+    assert layer.fidelity_of(2) is not None
 
 
 def test_an_mxfp8_weight_is_served_as_its_bytes_say(client: Client) -> None:

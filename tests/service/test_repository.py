@@ -241,6 +241,7 @@ def test_loading_again_replaces_a_model_and_counts_on(served: Served, root: Path
     put(root / "live", tensors(1))
     assert change(served, "load", "live").status == 200
     assert_serves(served, tensors(1), "3")  # no version names two weights
+    assert call(served, "GET", "/v2/models/live.up/config").json["weight_fidelity"]["rows"] > 0
 
 
 def test_layers_that_a_new_load_lacks_are_gone(served: Served, root: Path) -> None:

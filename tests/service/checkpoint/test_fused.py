@@ -13,6 +13,7 @@ from gemmwire_service.checkpoint import Checkpoint, open_checkpoint
 from gemmwire_service.checkpoint.fused import FusedCheckpoint
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.fusing import KNOWN, Rule
+from gemmwire_service.mxfp8.fidelity import Fidelity
 from oracle import spread
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "checkpoints"
@@ -61,6 +62,19 @@ def test_the_probe_knows_of_each_part_what_its_own_rows_give(tmp_path: Path) -> 
     assert torch.equal(probe.y[:4, :3], gate.y)
     assert torch.equal(probe.y[4:, 3:], up.y)
     assert probe.y.isnan().sum() == 4 * 5 + 4 * 3
+
+
+def test_the_figures_of_a_fused_weight_are_those_of_its_parts_together(tmp_path: Path) -> None:
+    apart = checkpoint(tmp_path, pair())
+    fused = FusedCheckpoint(apart, GATE_UP)
+    parts = [apart.read(f"m.{name}").fidelity for name in ("gate_proj", "up_proj")]
+    found = fused.read("m.gate_up_proj").fidelity
+    assert found is not None
+    assert found == Fidelity.total([part for part in parts if part is not None])
+    assert found.rows == 8
+    assert fused.has_unquantized("m.gate_up_proj")
+    weights = [apart.unquantized(f"m.{name}") for name in ("gate_proj", "up_proj")]
+    assert torch.equal(fused.unquantized("m.gate_up_proj"), torch.cat(weights))
 
 
 def test_a_fused_layer_takes_the_place_of_its_first_part(tmp_path: Path) -> None:

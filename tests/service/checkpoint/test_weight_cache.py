@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gemmwire_service.checkpoint import LayerWeights, open_checkpoint, weight_cache
@@ -50,6 +50,7 @@ def assert_same(got: LayerWeights, expected: LayerWeights) -> None:
     assert (got.weight.n, got.weight.k) == (expected.weight.n, expected.weight.k)
     for part in ("codes", "scales", "bias"):
         assert raw(getattr(got.weight, part)) == raw(getattr(expected.weight, part)), part
+    assert got.fidelity == expected.fidelity
     assert got.probe is not None
     assert expected.probe is not None
     assert (got.probe.x.dtype, got.probe.y.dtype) == (expected.probe.x.dtype, expected.probe.y.dtype)
@@ -124,14 +125,14 @@ def test_everything_that_the_result_depends_on_is_in_the_key(
     elif change == "version":
         monkeypatch.setattr(weight_cache, "__version__", "next")
     elif change == "format":
-        monkeypatch.setattr(weight_cache, "FORMAT", 2)
+        monkeypatch.setattr(weight_cache, "FORMAT", weight_cache.FORMAT + 1)
     config = '{"model_type": "gpt2"}' if change == "transposed" else ""
     after = opened(saved(tmp_path / "after", tensors, config), cache)
     read(after)
     assert after.hits == 0
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "nan", "other", "folder"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "nan", "other", "folder", "no-figures", "figures"])
 def test_a_damaged_entry_is_made_again(
     damage: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,6 +146,8 @@ def test_a_damaged_entry_is_made_again(
         save_file({**tensors, "scales": torch.zeros(4, 2, dtype=torch.uint8)}, entry)
     elif damage == "other":
         save_file({"x": torch.ones(1)}, entry)
+    elif damage in ("no-figures", "figures"):
+        save_file(load_file(entry), entry, {"fidelity": "[]"} if damage == "figures" else None)
     elif damage == "folder":
         entry.unlink()
         entry.mkdir()
