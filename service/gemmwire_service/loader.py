@@ -128,7 +128,8 @@ class Loader:
         version, weights = newest or (1, read())
         layer = _serve(spec, weights, source, self._router_of(device), device)
         if newest is not None:
-            layer.version, layer.source = version, self._settings.refit_dir
+            layer.number(version)
+            layer.source = self._settings.refit_dir
             log.info("layer %s: version %d, from %s", layer.name, version, layer.source)
         return layer
 

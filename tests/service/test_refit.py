@@ -444,7 +444,7 @@ def test_figures_of_the_weight_are_those_of_the_version(served: Served, client: 
 
 
 def test_figures_of_another_version_are_never_shown(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards: config that is asked for between two lines of a refit: at each of them it has the figures of the
+    """Guards: config that is asked for between two lines of a refit: at each it has the figures of the
     version that it names, or none."""
     layer = layer_of(served)
     seen: list[tuple[int, bool]] = []

@@ -85,6 +85,7 @@ def test_one_that_starts_later_has_the_newest(options: Options, pair: tuple[Serv
         refitting.refit(LAYER, weight(3))
     with serving(options()) as late:
         assert version(late) == 3  # from its first moment on
+        assert late.engine.layers[LAYER].fidelity_of(3) is not None
         reach(late, 3)
 
 

@@ -80,7 +80,8 @@ def test_no_rows_are_no_rows(linear: nn.Sequential) -> None:
 
 def test_more_rows_are_a_uniform_sample_over_all_calls(linear: nn.Sequential) -> None:
     """Guards: the first n, which of a long run are its beginning, and a sample in which some place or some
-    call counts more. Of 200 rows in calls of 7, 20 are kept 300 times: each row 30 times, give or take 5.2."""
+    call counts more. Of 200 rows in calls of 7, 20 are kept 300 times: each row 30 times, give or take
+    5.2."""
     counts = torch.zeros(200)
     for seed in range(300):
         with capture(linear, 20, seed=seed) as captured:
@@ -183,13 +184,12 @@ def test_rows_have_the_dtype_of_x(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_calls_of_several_dtypes_lose_nothing(linear: nn.Sequential) -> None:
     """Guards: FP32 rows that are rounded because the first were BF16. FP64 becomes FP32."""
-    model = nn.ModuleDict({"a": linear})
-    with capture(model, 9) as captured:
-        model["a"][0].bfloat16()(numbered(1, 1).bfloat16())
-        model["a"][0].float()(numbered(2, 1) + 2.0**-20)
-        model["a"][0].double()(numbered(3, 1).double() + 2.0**-40)
-    assert captured.rows["a.0"].dtype == torch.float32
-    assert captured.rows["a.0"][:, 0].tolist() == [1.0, 2.0 + 2.0**-20, 3.0]
+    with capture(linear, 9) as captured:
+        linear.bfloat16()(numbered(1, 1).bfloat16())
+        linear.float()(numbered(2, 1) + 2.0**-20)
+        linear.double()(numbered(3, 1).double() + 2.0**-40)
+    assert captured.rows["0"].dtype == torch.float32
+    assert captured.rows["0"][:, 0].tolist() == [1.0, 2.0 + 2.0**-20, 3.0]
 
 
 def test_answers_and_gradients_are_those_of_the_model_alone() -> None:
@@ -203,6 +203,7 @@ def test_answers_and_gradients_are_those_of_the_model_alone() -> None:
         y = model(x)
         y.sum().backward()
     assert torch.equal(y, alone)
+    assert x.grad is not None
     assert torch.equal(x.grad, expected)
     assert not any(rows.requires_grad for rows in captured.rows.values())
 
@@ -349,6 +350,5 @@ def test_the_model_of_these_tests_is_glassllm_s() -> None:
     ids = tokenizer.encode("Alice was beginning to get very tired of sitting by her sister on the bank")
     with torch.no_grad():
         logits = Glass().eval()(torch.tensor([ids]))
-    torch.testing.assert_close(
-        logits, torch.from_numpy(theirs.forward(ids).data).float(), rtol=1e-4, atol=1e-4
-    )
+    expected = torch.from_numpy(theirs.forward(ids).data).float()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

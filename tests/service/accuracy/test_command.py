@@ -19,6 +19,7 @@ from torch import Tensor
 from gemmwire_service.__main__ import main
 from gemmwire_service.accuracy import command
 from gemmwire_service.accuracy.source import Source, SourceLayer
+from gemmwire_service.progress import Progress
 from oracle import spread
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "checkpoints"
@@ -291,7 +292,7 @@ def test_progress_counts_every_layer_and_byte(tmp_path: Path, monkeypatch: pytes
     told: list[tuple[str, int, int]] = []
     totals: list[tuple[int, int]] = []
 
-    class Told(command.Progress):
+    class Told(Progress):
         def __init__(self, what: str, nbytes: int, layers: int) -> None:
             totals.append((nbytes, layers))
             super().__init__(what, nbytes, layers)
