@@ -19,6 +19,7 @@ import pytest
 
 from gemmwire.cli.command import parser as client_parser
 from gemmwire_service import new_key
+from gemmwire_service.accuracy import command as accuracy
 from gemmwire_service.doctor.command import parser
 from gemmwire_service.errors import SettingsError
 from gemmwire_service.quantize import command as quantize
@@ -86,6 +87,9 @@ def check_serve(words: list[str], variables: dict[str, str]) -> None:
         return
     if words[:1] == ["quantize"]:
         quantize.parser().parse_args(words[1:])
+        return
+    if words[:1] == ["accuracy"]:
+        accuracy.parser().parse_args(words[1:])
         return
     with patch.dict(os.environ, variables):
         settings = load([word for word in words if word != "&"])
@@ -218,6 +222,7 @@ def test_the_readme_shows_both_ends() -> None:
         pytest.param("gemmwire-serve --random-layer try=4096", id="bad-value"),
         pytest.param("gemmwire-serve check --jsn", id="unknown-flag-of-check"),
         pytest.param("gemmwire-serve quantize a b --format gguf", id="unknown-format-of-quantize"),
+        pytest.param("gemmwire-serve accuracy a --fail-on fine", id="unknown-bound-of-accuracy"),
         pytest.param("./dev bench nothing", id="no-such-bench"),
         pytest.param("./dev run", id="no-such-command"),
         pytest.param("make run", id="no-such-target"),

@@ -277,7 +277,8 @@ def parser() -> argparse.ArgumentParser:
         description="Serve MXFP8 linear layers over the Open Inference Protocol. Every option is also a "
         "variable: --max-queue is GEMMWIRE_MAX_QUEUE. With no option it serves a small real model.",
         epilog="gemmwire-serve check says what this host has and lacks, and tries each backend on it; "
-        "gemmwire-serve quantize SRC DST writes a model in MXFP8.",
+        "gemmwire-serve quantize SRC DST writes a model in MXFP8, and gemmwire-serve accuracy CHECKPOINT "
+        "measures what that costs.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -169,6 +169,20 @@ def test_normally_distributed_operands_cost_what_numerics_says() -> None:
     assert found.weight.fidelity.relative_error == pytest.approx(0.0265, abs=0.0005)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_weight_is_more_than_a_seventeenth_off(dtype: torch.dtype) -> None:
+    """docs/accuracy.md: 1.0625 becomes 1, and nothing carries more of its block's sum of squares with it."""
+    exponents = torch.randint(-30, 30, (64, 128), generator=torch.Generator().manual_seed(1))
+    weight = torch.ldexp(normal(64, 128), exponents).to(dtype)
+    worst_of_all = torch.full((64, 128), 1.0625, dtype=dtype)
+    worst_of_all[:, ::32] = 2.0**8 + 2.0**4
+    for each in (weight, worst_of_all):
+        found = measured(each, x=torch.ones(1, 128)).weight
+        assert found.worst_blocks[0].relative_error <= 1 / 17 + 1e-12
+        assert found.channels.worst <= 1 / 17 + 1e-12
+    assert found.fidelity.relative_error == pytest.approx(1 / 17, rel=1e-12)
+
+
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: figures that depend on where a weight was cut: rows lost or counted twice at an edge."""
     weight, x = normal(37, 100), normal(5, 100, seed=1)
