@@ -23,7 +23,7 @@ from .source import Source
 from .table import table
 from .verdict import KEEP, LOOK, at_least
 
-ROWS = 256
+ROWS = 128
 JSON, PAGE = "accuracy.json", "index.html"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemmwire_service.mxfp8.fidelity import Fidelity
+from gemmwire_service.mxfp8.fidelity import Fidelity, by_block
 from gemmwire_service.mxfp8.format import BLOCK
 
 from .ranking import WORST, Spread, relative_errors, worst
@@ -60,17 +60,17 @@ class WeightMeter:
 
     def add(self, tile: Tile) -> None:
         self._fidelity.append(Fidelity.of(tile.exact, tile.codes, tile.scales, tile.served))
-        error = tile.exact - tile.served
-        self._noise.append(error.square().sum(1))
-        self._signal.append(tile.exact.square().sum(1))
-        square = (tile.exact - self._mean).square_()
+        noise, signal = _squares(tile.exact - tile.served), _squares(tile.exact)
+        self._noise.append(noise.sum(1))
+        self._signal.append(signal.sum(1))
+        square = (tile.exact - self._mean).square_().view(-1)
         self._second += float(square.sum())
-        self._fourth += float(square.square_().sum())
-        self._least = min(self._least, float(tile.exact.min()))
-        self._most = max(self._most, float(tile.exact.max()))
+        self._fourth += float(torch.dot(square, square))
+        least, most = torch.aminmax(tile.exact)
+        self._least, self._most = min(self._least, float(least)), max(self._most, float(most))
         counts = torch.bincount(tile.scales.reshape(-1).int(), minlength=256)
         self._exponents.update({int(byte) - _BIAS: int(counts[byte]) for byte in counts.nonzero().flatten()})
-        self._add_blocks(tile, error)
+        self._add_blocks(tile, relative_errors(noise, signal))
 
     def figures(self) -> WeightFigures:
         fidelity = Fidelity.total(self._fidelity)
@@ -94,8 +94,7 @@ class WeightMeter:
             return None
         return elements * self._fourth / self._second**2
 
-    def _add_blocks(self, tile: Tile, error: Tensor) -> None:
-        errors = relative_errors(_by_block(error), _by_block(tile.exact))
+    def _add_blocks(self, tile: Tile, errors: Tensor) -> None:
         columns = errors.shape[1]
         found = [
             WorstBlock(
@@ -115,7 +114,7 @@ def mean_of(weight: Tensor, step: int = 1 << 18) -> float:
     return sum(float(part.double().sum()) for part in weight.reshape(-1).split(step)) / weight.numel()
 
 
-def _by_block(matrix: Tensor) -> Tensor:
-    """Sums of squares, float64 [r, blocks]; the last block of a row may be short."""
-    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % BLOCK))
-    return padded.square().view(len(padded), -1, BLOCK).sum(2)
+def _squares(matrix: Tensor) -> Tensor:
+    """Their sums, float64 [r, blocks]."""
+    norms: Tensor = torch.linalg.vector_norm(by_block(matrix), dim=2)
+    return norms.square_()

@@ -44,17 +44,16 @@ class Fidelity:
         stands = dequantize(codes, scales, torch.float64)[:, :k] if served is None else served
         magnitude = codes.view(torch.uint8)[:, :k] & 0x7F
         zeros, coded_zero = exact == 0, magnitude == 0
-        blocks = torch.nn.functional.pad(exact, (0, codes.shape[1] - k)).abs().unflatten(1, (-1, BLOCK))
-        largest = power(scales).double()[:, :, None] * E4M3_MAX
+        all_coded_zero = _count(coded_zero)
         return cls(
             rows=len(x),
             elements=x.numel(),
-            signal=float(exact.square().sum()),
-            noise=float((exact - stands).square().sum()),
-            zeros=int(zeros.sum()),
-            saturated=int((blocks > largest).sum()),
-            flushed=int((coded_zero & ~zeros).sum()),
-            subnormal=int((~coded_zero & (magnitude < _SMALLEST_NORMAL)).sum()),
+            signal=_squares(exact),
+            noise=_squares(exact - stands),
+            zeros=_count(zeros),
+            saturated=_saturated(exact, scales),
+            flushed=_count(coded_zero & ~zeros),
+            subnormal=_count(magnitude < _SMALLEST_NORMAL) - all_coded_zero,
         )
 
     @classmethod
@@ -85,6 +84,30 @@ class Fidelity:
 
     def share(self, count: int) -> float:
         return count / self.elements if self.elements else 0.0
+
+
+def by_block(matrix: Tensor) -> Tensor:
+    """[m, k] -> [m, blocks, 32], the last block filled up with zeros."""
+    missing = -matrix.shape[1] % BLOCK
+    padded = torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix
+    return padded.reshape(len(matrix), -1, BLOCK)
+
+
+def _saturated(exact: Tensor, scales: Tensor) -> int:
+    blocks, largest = by_block(exact), power(scales).double() * E4M3_MAX
+    if not (torch.linalg.vector_norm(blocks, float("inf"), dim=2) > largest).any():
+        return 0
+    return _count(blocks.abs() > largest[:, :, None])
+
+
+def _squares(numbers: Tensor) -> float:
+    """Their sum; no square is kept."""
+    flat = numbers.reshape(-1)
+    return float(torch.dot(flat, flat))
+
+
+def _count(mask: Tensor) -> int:
+    return int(torch.count_nonzero(mask))
 
 
 def relative(noise: float, signal: float) -> float:
