@@ -24,7 +24,7 @@ from .table import table
 from .verdict import KEEP, LOOK, at_least
 
 ROWS = 128
-JSON, PAGE = "accuracy.json", "index.html"
+JSON, PAGE = "accuracy.json", "accuracy.html"
 
 
 def main(arguments: Sequence[str]) -> int:

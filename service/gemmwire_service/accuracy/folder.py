@@ -38,8 +38,8 @@ class Folder:
 def opened(path: Path) -> Iterator[Folder]:
     """The folder at `path`, made if it is not there, and tried: a model is not measured for an hour to find
     that nothing can be written. What is incomplete goes when the block ends, and so does a folder that was
-    made for nothing. Raises OutputError."""
-    there = path.is_dir()
+    made for nothing, with its parents. Raises OutputError."""
+    made = [each for each in (path, *path.parents) if not each.exists()]
     folder = Folder(path, secrets.token_hex(4))
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -53,8 +53,9 @@ def opened(path: Path) -> Iterator[Folder]:
     finally:
         for left in path.glob(f".*.{folder._beside}"):
             left.unlink(missing_ok=True)
-        if not there and not any(path.iterdir()):
-            path.rmdir()
+        for each in made:
+            if not any(each.iterdir()):
+                each.rmdir()
 
 
 def _failed(path: Path, error: OSError) -> OutputError:

@@ -65,7 +65,7 @@ def test_every_layer_of_a_real_model_is_measured(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr()
     assert "blocks.0.attn.W_K" in printed.out
     assert "29 layers: 29 fine, 0 look, 0 keep in BF16" in printed.out
-    assert "report/index.html" in printed.err
+    assert "report/accuracy.html" in printed.err
 
 
 def test_the_order_and_the_numbers_are_the_same_at_every_run(tmp_path: Path) -> None:
@@ -239,8 +239,11 @@ def test_an_earlier_report_stays_whole_where_the_next_fails(
 
 def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, {"up.weight": torch.full((4, 32), torch.nan)})
-    assert run(source, "--out", tmp_path / "report") == 2
-    assert entries(tmp_path) == ["model.safetensors"]
+    (tmp_path / "there").mkdir()
+    for folder in ("report", "made/for/nothing", "there", "there/report"):
+        assert run(source, "--out", tmp_path / folder) == 2
+        assert entries(tmp_path) == ["model.safetensors", "there"]
+    assert entries(tmp_path / "there") == []
 
 
 def test_what_else_is_in_the_folder_is_left_alone(tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ def test_what_else_is_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, floats(1))
     for _ in range(2):
         assert run(source, "--out", tmp_path) == 0
-        assert entries(tmp_path) == ["accuracy.json", "index.html", "model.safetensors", "notes.txt"]
+        assert entries(tmp_path) == ["accuracy.html", "accuracy.json", "model.safetensors", "notes.txt"]
 
 
 @pytest.mark.slow

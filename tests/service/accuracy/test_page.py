@@ -46,7 +46,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(params=WIDTHS)
 def page(browser: Browser, folder: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
     with page_of(browser, request.param) as opened:
-        opened.goto((folder / "index.html").as_uri())
+        opened.goto((folder / "accuracy.html").as_uri())
         yield opened
 
 
@@ -129,7 +129,7 @@ def test_it_asks_for_nothing(browser: Browser, folder: Path) -> None:
     asked: list[str] = []
     with page_of(browser, 1280) as page:
         page.on("request", lambda request: asked.append(request.url))
-        page.goto((folder / "index.html").as_uri())
+        page.goto((folder / "accuracy.html").as_uri())
         page.get_by_role("button", name="poor", exact=True).click()
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert len([url for url in asked if url.startswith("file:")]) == 1
@@ -141,9 +141,9 @@ def test_infinite_errors_are_drawn(browser: Browser, folder: Path, tmp_path: Pat
     output["relative_error"] = output["row_error"]["worst"] = "Infinity"
     output["worst_rows"] = [{"row": 5, "relative_error": "Infinity"}, {"row": 1, "relative_error": 0.5}]
     found["layers"][0]["weight"]["sqnr_db"] = "-Infinity"
-    (tmp_path / "index.html").write_text(render(found))
+    (tmp_path / "accuracy.html").write_text(render(found))
     with page_of(browser, 360) as page:
-        page.goto((tmp_path / "index.html").as_uri())
+        page.goto((tmp_path / "accuracy.html").as_uri())
         page.get_by_label("sort layers by").select_option("error")
         first = page.locator("#layers .row").first
         expect(first).to_contain_text("infinite")
