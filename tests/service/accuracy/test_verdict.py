@@ -12,10 +12,20 @@ from gemmwire_service.accuracy.layer import measure
 from gemmwire_service.accuracy.output import OutputFigures
 from gemmwire_service.accuracy.ranking import Spread
 from gemmwire_service.accuracy.source import SourceLayer
-from gemmwire_service.accuracy.verdict import FLUSHED, OUTPUT, ROWS, ROWS_FROM, WEIGHT, at_least, judge
+from gemmwire_service.accuracy.verdict import (
+    FLUSHED,
+    LIMITS,
+    OUTPUT,
+    ROWS,
+    ROWS_FROM,
+    WEIGHT,
+    at_least,
+    judge,
+)
 from gemmwire_service.accuracy.weight import WeightFigures
 from gemmwire_service.mxfp8.fidelity import Fidelity
 from gemmwire_service.mxfp8.weight import MxWeight
+from source_tree import ROOT
 
 N = ROWS_FROM
 
@@ -112,3 +122,10 @@ def test_verdicts_are_in_order() -> None:
     assert at_least("look", "look")
     assert not at_least("fine", "look")
     assert not at_least("look", "keep")
+
+
+def test_the_page_states_the_rule_that_is_used() -> None:
+    """Guards: bounds that were moved here and not there, or the other way round."""
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    for limit in LIMITS:
+        assert f"| {limit.what} | {100 * limit.look:g} % | {100 * limit.keep:g} % |" in page
