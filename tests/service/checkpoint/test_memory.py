@@ -66,7 +66,7 @@ from gemmwire_service.settings import Settings
 torch.set_num_threads(1)
 
 def load(path):
-    settings = Settings(device="cpu", model=(path,), cache_dir=path)
+    settings = Settings(device="cpu", model=(path,), cache_dir=path.partition("=")[2])
     device = Device(torch.device("cpu"), Ladder((8,)), print)
     return list(load_layers(settings, settings.backend, device))
 
