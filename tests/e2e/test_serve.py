@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import shlex
 import signal
@@ -12,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from http_calls import HEADER_LENGTH, raw
 from process import COMMAND, environment, fails, process
 
 pytestmark = pytest.mark.e2e
@@ -146,3 +149,29 @@ def test_it_answers_on_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
         running.send_signal(signal.SIGTERM)
         assert running.wait(30) == 0
     assert not path.exists()
+
+
+def test_it_serves_where_every_warning_is_an_error() -> None:
+    """Guards: memory that a library only warns about today, such as a tensor over bytes that are read-only."""
+    command = [sys.executable, "-W", "error", *COMMAND[1:], "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        [*command, "--random-layer", "r=8x64"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as running:
+        assert running.stdout is not None
+        found = (re.search(r"http://127\.0\.0\.1:(\d+)", line) for line in running.stdout)
+        try:
+            port = int(next(match for match in found if match)[1])
+            for body in (raw(torch.ones(3, 64, dtype=torch.bfloat16)), b""):
+                link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+                link.request("POST", "/v2/models/r/infer", body, {HEADER_LENGTH: "0"})
+                assert link.getresponse().status == 200
+                link.close()
+            running.send_signal(signal.SIGTERM)
+            _, said = running.communicate(timeout=30)
+        finally:
+            running.kill()
+    assert (running.returncode, "Warning" in said) == (0, False), said

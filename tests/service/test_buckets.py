@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.errors import SettingsError
+from source_tree import SERVICE, modules
 
 ladders = st.sets(st.integers(1, 5000), min_size=1, max_size=12).map(lambda s: Ladder(tuple(sorted(s))))
 
@@ -83,3 +86,19 @@ def test_no_ladder_ends_below_one(largest: int) -> None:
     """Guards: a server whose largest forward has no row."""
     with pytest.raises(SettingsError, match="no ladder"):
         Ladder.up_to(largest)
+
+
+# What a second rounding of M would be written with; traffic.py sorts times into bounds by one of them.
+ROUNDING = {"bit_length", "bisect", "bisect_left", "bisect_right", "next_power_of_2", "log2", "searchsorted"}
+
+
+def test_m_is_rounded_here_and_nowhere_else() -> None:
+    """Guards: a plan that is tuned at one size and applied at another, because two places round."""
+    found = {
+        path.name
+        for path in modules(SERVICE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ROUNDING)
+        or (isinstance(node, ast.Name) and node.id in ROUNDING)
+    }
+    assert found == {"buckets.py", "traffic.py"}

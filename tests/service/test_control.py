@@ -57,6 +57,7 @@ def test_config_says_which_backend_and_why_not_a_better_one(server: Served) -> N
     ]
     assert all(entry["reason"] for entry in config["passed_over"])
     assert config["source_dtype"] == "F32"
+    assert config["scale_rule"] == "ceil(log2(amax / 448)), E8M0 per 32 along K"
     assert 0 < config["quantization_error"] < 0.1
     assert config["arithmetic_error"] < 2**-7
     assert config["buckets"][:4] == [1, 2, 4, 8]

@@ -129,6 +129,35 @@ def test_another_output_datatype_is_the_same_value(
     assert torch.equal(y, straight.to(TORCH[asked]))
 
 
+def test_an_answer_beyond_fp16_is_an_infinity_of_its_sign(server: Served, weights: dict[str, Tensor]) -> None:
+    """Guards: a saturated or wrapped number, or a refusal, where the answer's own datatype is too narrow."""
+    x = torch.ldexp(rows(weights, "plain", 24), torch.arange(-12, 12).view(24, 1))
+
+    def answer(datatype: str) -> Tensor:
+        outputs = [{"name": "y", "parameters": {"binary_data": True, "datatype": datatype}}]
+        return infer(server, "m.plain", *message(x, outputs=outputs)).tensor
+
+    wide, narrow = answer("FP32"), answer("FP16")
+    beyond = wide.abs() >= 65520
+    assert beyond.any()
+    assert not beyond.all()
+    assert torch.equal(narrow[beyond], wide[beyond].sign().half() * float("inf"))
+    assert torch.equal(narrow[~beyond], wide[~beyond].half())
+
+
+def test_a_row_has_one_answer_in_a_bucket_and_a_close_one_in_others(
+    server: Served, weights: dict[str, Tensor]
+) -> None:
+    """Guards: bits that depend on M within a bucket, which nobody could compare two runs by."""
+    x = rows(weights, "wide", 7, seed=4)
+    five, seven = (infer(server, "m.wide", *message(x[:m])) for m in (5, 7))
+    assert {reply.json["parameters"]["bucket"] for reply in (five, seven)} == {8}
+    assert torch.equal(five.tensor, seven.tensor[:5])
+    alone = infer(server, "m.wide", *message(x[:1]))
+    assert alone.json["parameters"]["bucket"] == 1
+    assert_rows_close(alone.tensor, seven.tensor[:1].double())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_is_not_finite_is_nan_and_alone(
