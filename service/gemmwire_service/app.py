@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -29,7 +28,7 @@ from .infer import Infer, Limits, error_reply
 from .loading import make_engine
 from .metrics import metrics_routes
 from .model_root import ModelRoot
-from .protocol import InferRequestForm, InferResponseForm, Problem
+from .openapi import document_routes
 from .refit import Refit
 from .refit_folder import RefitFolder
 from .repository import Repository
@@ -138,7 +137,7 @@ def create_app(settings: Settings, on_loaded: Callable[[Engine], None] | None = 
     app.include_router(shm_routes(regions, openers))
     app.include_router(docs_routes())
     _install_errors(app)
-    _document_infer(app)
+    document_routes(app, INFER_PATHS)
     return app
 
 
@@ -176,43 +175,3 @@ def _problem(request: Request, error: Exception) -> Response:
     reply = error_reply(error, dict(request.headers.raw))
     request.app.state.engine.traffic.reject(reply.reason)
     return Response(b"".join(reply.buffers), status_code=reply.status, headers=reply.headers)
-
-
-def _document_infer(app: FastAPI) -> None:
-    """Put the bare endpoint into the OpenAPI document, which FastAPI cannot see it by itself."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = generate()
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            for model in (InferRequestForm, InferResponseForm, Problem):
-                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                schemas |= schema.pop("$defs", {})
-                schemas[model.__name__] = schema
-            for path in INFER_PATHS:
-                document["paths"][path] = {"post": _infer_operation(path)}
-        return app.openapi_schema or {}
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _infer_operation(path: str) -> dict[str, Any]:
-    def content(model: str) -> dict[str, Any]:
-        reference = {"$ref": f"#/components/schemas/{model}"}
-        return {"application/json": {"schema": reference}}
-
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    problems = dict.fromkeys(("400", "401", "403", "404", "413", "415", "500", "503", "504"), "Problem")
-    return {
-        "summary": "y = x @ W.T + b",
-        "description": "JSON, or the binary tensor data extension (Inference-Header-Content-Length).",
-        "parameters": [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ],
-        "requestBody": {"required": True, "content": content("InferRequestForm")},
-        "responses": {
-            "200": {"description": "y", "content": content("InferResponseForm")},
-            **{status: {"description": name, "content": content(name)} for status, name in problems.items()},
-        },
-    }

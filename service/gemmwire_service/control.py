@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Response
 
 from . import __version__
@@ -10,6 +12,7 @@ from .infer import find_layer
 from .inputs import INPUT
 from .layer import Layer
 from .mxfp8.fidelity import Fidelity
+from .openapi import problems
 from .outputs import OUTPUT
 from .protocol import (
     BucketPlan,
@@ -29,6 +32,8 @@ from .routes import Route
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics"]
 PLATFORM = "gemmwire_mxfp8"
+_UNKNOWN = problems(404, 503)
+_UNWELL: dict[int | str, dict[str, Any]] = {503: {"description": "not, or not yet"}}
 
 
 def control_routes(
@@ -47,12 +52,12 @@ def control_routes(
         return ServerMetadata(name="gemmwire", version=__version__, extensions=extensions)
 
     @routes.head("/v2/health/live", include_in_schema=False)
-    @routes.get("/v2/health/live")
+    @routes.get("/v2/health/live", response_class=Response, responses=_UNWELL)
     async def live() -> Response:
         return Response(status_code=503 if engine.state is State.FAILED else 200)
 
     @routes.head("/v2/health/ready", include_in_schema=False)
-    @routes.get("/v2/health/ready")
+    @routes.get("/v2/health/ready", response_class=Response, responses=_UNWELL)
     async def ready() -> Response:
         return Response(status_code=200 if engine.state is State.READY else 503)
 
@@ -63,25 +68,25 @@ def control_routes(
             model_stats=[layer.stats.document(layer.name, layer.version) for layer in layers]
         )
 
-    @routes.get("/v2/models/{layer}")
-    @routes.get("/v2/models/{layer}/versions/{version}")
+    @routes.get("/v2/models/{layer}", responses=_UNKNOWN)
+    @routes.get("/v2/models/{layer}/versions/{version}", responses=_UNKNOWN)
     async def metadata(layer: str, version: str | None = None) -> ModelMetadata:
         return _metadata(find_layer(engine, layer, version))
 
-    @routes.get("/v2/models/{layer}/ready")
-    @routes.get("/v2/models/{layer}/versions/{version}/ready")
+    @routes.get("/v2/models/{layer}/ready", response_class=Response, responses=_UNKNOWN)
+    @routes.get("/v2/models/{layer}/versions/{version}/ready", response_class=Response, responses=_UNKNOWN)
     async def model_ready(layer: str, version: str | None = None) -> Response:
         if version is not None or not repository.layers(layer):
             find_layer(engine, layer, version)
         return Response(status_code=200 if engine.state is State.READY else 503)
 
-    @routes.get("/v2/models/{layer}/config")
-    @routes.get("/v2/models/{layer}/versions/{version}/config")
+    @routes.get("/v2/models/{layer}/config", responses=_UNKNOWN)
+    @routes.get("/v2/models/{layer}/versions/{version}/config", responses=_UNKNOWN)
     async def config(layer: str, version: str | None = None) -> ModelConfig:
         return _config(find_layer(engine, layer, version), device, buckets)
 
-    @routes.get("/v2/models/{layer}/stats")
-    @routes.get("/v2/models/{layer}/versions/{version}/stats")
+    @routes.get("/v2/models/{layer}/stats", responses=_UNKNOWN)
+    @routes.get("/v2/models/{layer}/versions/{version}/stats", responses=_UNKNOWN)
     async def statistics(layer: str, version: str | None = None) -> ModelStatistics:
         found = find_layer(engine, layer, version)
         return ModelStatistics(model_stats=[found.stats.document(found.name, found.version)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 
 from gemmwire.wire import WireError
@@ -11,12 +9,12 @@ from gemmwire.wire import WireError
 from .engine import Engine
 from .forms import read_form
 from .layer import Layer
+from .openapi import problems, takes
 from .protocol import (
     CheckpointIndexEntry,
     LoadResult,
     ModelIndexEntry,
     ModelRefitResult,
-    Problem,
     RepositoryIndexRequest,
     RepositoryRequest,
 )
@@ -25,15 +23,16 @@ from .weights import answer, if_match
 
 SOURCE = "from"
 _IGNORED = frozenset({"unload_dependents"})
-_PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem} for status in (400, 404, 409, 413, 500, 503)
-}
+_PROBLEMS = problems(400, 404, 409, 413, 500, 503)
+_TAKES = takes(RepositoryRequest)
 
 
 def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v2/repository/index")
+    @routes.post(
+        "/v2/repository/index", responses=problems(400, 413), openapi_extra=takes(RepositoryIndexRequest)
+    )
     async def index(request: Request) -> list[ModelIndexEntry | CheckpointIndexEntry]:
         form = await read_form(request, RepositoryIndexRequest)
         entries: list[ModelIndexEntry | CheckpointIndexEntry]
@@ -42,12 +41,12 @@ def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
             entries += [_model(entry) for entry in await repository.index()]
         return [entry for entry in entries if entry.state == "READY" or not form.ready]
 
-    @routes.post("/v2/repository/models/{model}/load", responses=_PROBLEMS)
+    @routes.post("/v2/repository/models/{model}/load", responses=_PROBLEMS, openapi_extra=_TAKES)
     async def load(model: str, request: Request) -> LoadResult:
         _refuse_parameters(await read_form(request, RepositoryRequest), known=_IGNORED)
         return LoadResult(name=model, layers=[layer.name for layer in await repository.load(model)])
 
-    @routes.post("/v2/repository/models/{model}/unload", responses=_PROBLEMS)
+    @routes.post("/v2/repository/models/{model}/unload", responses=_PROBLEMS, openapi_extra=_TAKES)
     async def unload(model: str, request: Request) -> LoadResult:
         _refuse_parameters(await read_form(request, RepositoryRequest), known=_IGNORED)
         await repository.unload(model)
@@ -57,6 +56,7 @@ def repository_routes(engine: Engine, repository: Repository) -> APIRouter:
         "/v2/repository/models/{model}/refit",
         summary="Replace every weight of a model in place, by those of a folder of the model root",
         responses=_PROBLEMS,
+        openapi_extra=_TAKES,
     )
     async def refit(model: str, request: Request) -> ModelRefitResult:
         form = await read_form(request, RepositoryRequest)

@@ -11,13 +11,14 @@ from pydantic import BaseModel
 from gemmwire.wire import WireError
 
 from .forms import read_form
-from .protocol import CudaRegion, CudaRegionForm, Problem, SystemRegion, SystemRegionForm
+from .openapi import problems, takes
+from .protocol import CudaRegion, CudaRegionForm, SystemRegion, SystemRegionForm
 from .shm import Opener, Region, Regions, unsupported
 
 _LONGEST_NAME = 255
 _FORMS: Mapping[str, type[BaseModel]] = {"system": SystemRegionForm, "cuda": CudaRegionForm}
 _STATUS: Mapping[str, Any] = {"system": list[SystemRegion], "cuda": list[CudaRegion]}
-_PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in (400, 404, 409, 503)}
+_PROBLEMS = problems(400, 404, 409, 413, 503)
 
 
 def shm_routes(regions: Regions, openers: Sequence[Opener]) -> APIRouter:
@@ -40,7 +41,11 @@ def _add(routes: APIRouter, kind: str, regions: Regions, opener: Opener | None) 
     async def status(region: str) -> list[dict[str, Any]]:
         return [_document(found) for found in regions.registered(kind, region)]
 
-    @routes.post(f"{root}/region/{{region}}/register", responses=_PROBLEMS)
+    @routes.post(
+        f"{root}/region/{{region}}/register",
+        responses=_PROBLEMS,
+        openapi_extra=takes(_FORMS[kind], required=True),
+    )
     async def register(region: str, request: Request) -> dict[str, str]:
         if opener is None:
             raise unsupported("The request")

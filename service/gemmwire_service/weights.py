@@ -21,7 +21,8 @@ from .engine import Engine
 from .errors import QueueFull
 from .infer import find_layer
 from .layer import Layer
-from .protocol import Problem, RefitResult, RefitSeconds
+from .openapi import problems
+from .protocol import RefitResult, RefitSeconds
 from .refit import Refit, Refitted, Source, refuse_version
 from .safetensors_body import largest, read_weights
 from .shared_refit import SharedRefit
@@ -29,7 +30,7 @@ from .shared_refit import SharedRefit
 STALL_S = 30.0
 SOURCE = "a refit request"
 _ETAG = re.compile(r'"?([0-9]{1,18})"?')
-_STATUSES = (400, 404, 408, 409, 411, 413, 415, 500, 503)
+_PROBLEMS = problems(400, 404, 408, 409, 411, 413, 415, 500, 503)
 
 
 def weights_routes(
@@ -46,7 +47,7 @@ def weights_routes(
         "/v2/repository/models/{layer}/weights",
         summary="Replace a layer's weight in place (refit)",
         response_model=RefitResult,
-        responses={status: {"model": Problem} for status in _STATUSES},
+        responses=_PROBLEMS,
         openapi_extra=_BODY,
     )
     async def put_weights(layer: str, request: Request, response: Response) -> Any:

@@ -152,7 +152,7 @@ def test_it_answers_on_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
 
 
 def test_it_serves_where_every_warning_is_an_error() -> None:
-    """Guards: memory that a library only warns about today, such as a tensor over bytes that are read-only."""
+    """Guards: what a library only warns about today, such as a tensor over bytes that are read-only."""
     command = [sys.executable, "-W", "error", *COMMAND[1:], "--port", "0", "--device", "cpu"]
     with subprocess.Popen(
         [*command, "--random-layer", "r=8x64"],

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import zipfile
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from gemmwire_service.checkpoint.base import (
 )
 from gemmwire_service.checkpoint.float_layer import check_finite, quantize_layer
 from gemmwire_service.checkpoint.json_object import parse_object
+from gemmwire_service.checkpoint.regular_file import open_regular
 from gemmwire_service.errors import CheckpointError
 
 PACKAGE = "glassllm"
@@ -38,9 +41,7 @@ DEFAULT_LANGUAGE = "en"
 EMBEDDING, HEAD, CONFIG = "E", "lm_head", "__config__"
 _DTYPES = ("float16", "float32")
 _SUFFIX = ".npy"
-# What zipfile and numpy raise over a damaged or foreign file; NotImplementedError and RuntimeError are
-# zipfile's for an unknown compression and for encryption.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, NotImplementedError, RuntimeError)
+_DEFLATE_AT_BEST = 1032  # bytes out of one
 
 
 class _Array(NamedTuple):
@@ -171,17 +172,48 @@ def _reason_against(name: str, array: _Array) -> str | None:
 
 def _read_headers(path: Path) -> dict[str, _Array]:
     """dtype and shape of each array, checked against the bytes that the zip directory states for it."""
+    arrays: dict[str, _Array] = {}
+    with _opened(path) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(_SUFFIX)
+            if name in arrays:
+                raise ValueError(f"array {shown(name)} is there twice")
+            _refuse_packing(info)
+            arrays[name] = _read_header(archive, info)
+    return arrays
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Errors: CheckpointError for all that goes wrong inside. What zipfile and numpy raise over a damaged or
+    foreign file is no closed list: errors of their own, and those of struct, tokenize and the decompressors.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
-            arrays = {}
-            for info in archive.infolist():
-                name = info.filename.removesuffix(_SUFFIX)
-                if name in arrays:
-                    raise ValueError(f"array {shown(name)} is there twice")
-                arrays[name] = _read_header(archive, info)
-            return arrays
-    except _DAMAGE as error:
+        with (
+            open_regular(path) as file,
+            BufferedReader(file) as buffered,
+            zipfile.ZipFile(buffered) as archive,
+        ):
+            yield archive
+    except CheckpointError:
+        raise
+    except Exception as error:
         raise _damaged(path, error) from None
+
+
+def _refuse_packing(info: zipfile.ZipInfo) -> None:
+    """An array takes the memory that the directory states, so that has to be one which the file can hold."""
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(
+            f"array {shown(info.filename)} is packed by method {info.compress_type} of zip; numpy stores "
+            "arrays as they are or deflates them"
+        )
+    factor = 1 if info.compress_type == zipfile.ZIP_STORED else _DEFLATE_AT_BEST
+    if info.file_size > factor * info.compress_size:
+        raise ValueError(
+            f"array {shown(info.filename)}: {info.compress_size} bytes are there, which cannot be the "
+            f"{info.file_size} that the directory states"
+        )
 
 
 def _read_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Array:
@@ -202,16 +234,14 @@ def _read_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Array:
 
 
 def _read_array(path: Path, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(name + _SUFFIX) as file:
+    with _opened(path) as archive:
+        info = archive.getinfo(name + _SUFFIX)
+        _refuse_packing(info)
+        with archive.open(info) as file:
             array: np.ndarray[Any, np.dtype[Any]] = npy.read_array(file, allow_pickle=False)
             return array
-    except (*_DAMAGE, KeyError) as error:
-        raise _damaged(path, error) from None
 
 
-def _damaged(path: Path, error: BaseException) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointError(f"{path}: no such file", expected="a file", got="nothing")
+def _damaged(path: Path, error: Exception) -> CheckpointError:
     what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return CheckpointError(f"{path}: not a readable npz: {what[:300]}; fetch or write it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +41,8 @@ def read_object(path: Path, *, strict: bool) -> dict[str, Any]:
     """The JSON object that a file beside the weights holds."""
     with open_regular(path) as file, BufferedReader(file) as buffered:
         try:
-            raw = buffered.read(SIDECAR_LIMIT + 1)
+            size = os.fstat(file.fileno()).st_size  # a read makes room for all that it is asked for
+            raw = buffered.read(min(size, SIDECAR_LIMIT) + 1)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(raw) > SIDECAR_LIMIT:

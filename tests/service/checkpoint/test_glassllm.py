@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -212,6 +213,30 @@ def test_a_file_that_was_replaced_is_refused(path: Path) -> None:
         CheckpointError, match=r"array 'blocks\.0\.ffn\.W1': changed since the file was opened"
     ):
         checkpoint.read("blocks.0.ffn.W1")
+
+
+def test_a_pipe_is_refused(path: Path) -> None:
+    """Guards: a load that waits for ever for somebody to write."""
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        GlassllmCheckpoint(path)
+
+
+def test_another_packing_is_refused(path: Path) -> None:
+    """Guards: an array of gigabytes out of a few bytes, which deflate cannot make and others can."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("E.npy", b"x")
+    with pytest.raises(CheckpointError, match="is packed by method 14 of zip"):
+        GlassllmCheckpoint(path)
+
+
+def test_a_directory_that_states_more_than_is_there_is_refused(path: Path) -> None:
+    """Guards: memory taken for what the file cannot hold."""
+    blob = write(path).read_bytes()
+    at = blob.rindex(b"E.npy") - 46 + 24  # the size in the directory's entry
+    path.write_bytes(blob[:at] + (1 << 31).to_bytes(4, "little") + blob[at + 4 :])
+    with pytest.raises(CheckpointError, match="cannot be the 2147483648 that the directory states"):
+        GlassllmCheckpoint(path)
 
 
 def test_a_missing_file_is_refused(path: Path) -> None:

@@ -132,7 +132,7 @@ def _compile(expression: str, source: object) -> regex.Pattern[str]:
     try:
         re.compile(expression)
         return regex.compile(expression)
-    except (re.error, regex.error, OverflowError, RecursionError) as error:
+    except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"{source}: lists {shown('re:' + expression)}, which is no regular expression: {error}",
             got=expression[:80],

@@ -1,0 +1,37 @@
+"""What fuzzing found, and where it begins, as plain tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fuzz.target import CORPUS, Target
+from fuzz.targets import TARGETS
+
+
+def inputs() -> list[Any]:
+    return [
+        pytest.param(target, data, id=f"{target.name}-{name}")
+        for target in TARGETS.values()
+        for name, data in {**target.seeds, **target.corpus()}.items()
+    ]
+
+
+@pytest.mark.parametrize(("target", "data"), inputs())
+def test_an_input_is_answered_or_refused_within_its_memory(target: Target, data: bytes) -> None:
+    target.run(data)  # what is imported and remembered is not of the input
+    target.bounded(data)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_every_part_of_a_seed_is_answered_or_refused(target: Target) -> None:
+    """Guards: a message or file that ends early, at any byte."""
+    for seed in target.seeds.values():
+        step = max(1, len(seed) // 200)
+        for end in range(0, len(seed), step):
+            target.run(seed[:end])
+
+
+def test_the_corpus_is_of_targets_that_there_are() -> None:
+    assert {path.name for path in CORPUS.iterdir()} <= set(TARGETS)
