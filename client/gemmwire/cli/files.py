@@ -66,14 +66,35 @@ def write(path: Path, name: str, array: Array) -> None:
 def _read_npy(path: Path) -> Array:
     import numpy as np
 
-    mapped = "r" if path.stat().st_size >= _MAPPED_FROM else None
+    size = path.stat().st_size
     try:
-        array = np.load(path, mmap_mode=mapped, allow_pickle=False)  # type: ignore[arg-type]
-    except (ValueError, EOFError) as error:
+        if size < _MAPPED_FROM:  # what is mapped cannot be larger than its file
+            _refuse_larger(path, size)
+        array = np.load(path, mmap_mode="r" if size >= _MAPPED_FROM else None, allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:  # NumPy raises errors of all kinds over a file that is none
         raise InvalidArgument(f"{path}: it is no .npy of numbers: {error}") from error
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(f"{path}: it holds several arrays; one in a .npy is needed")
     return _bfloat16(array.view(np.uint16)) if array.dtype.str == _NPY_BFLOAT16 else array
+
+
+def _refuse_larger(path: Path, size: int) -> None:
+    """Errors: ValueError for an array that its file cannot hold, before NumPy makes room for it."""
+    from numpy.lib import format as npy
+
+    with path.open("rb") as file:
+        begin = file.read(12)
+        if not begin.startswith(npy.MAGIC_PREFIX):
+            return
+        wide = begin[6:8] != bytes((1, 0))  # from version 2 on
+        if int.from_bytes(begin[8 : 12 if wide else 10], "little") > size:
+            raise ValueError(f"its header is longer than its {size} bytes")
+        file.seek(8)
+        shape, _, dtype = (npy.read_array_header_2_0 if wide else npy.read_array_header_1_0)(file)
+        if prod(shape) * dtype.itemsize > size:
+            raise ValueError(f"{dtype} {list(shape)} is more than its {size} bytes")
 
 
 def _read_safetensors(path: Path, name: str | None) -> Array:
@@ -89,7 +110,7 @@ def _read_safetensors(path: Path, name: str | None) -> Array:
     try:
         dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         begin, end = map(int, entry["data_offsets"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise InvalidArgument(f"{path}: the entry of {name!r:.80} cannot be read: {entry!r:.200}") from None
     if dtype not in DTYPES:
         raise InvalidArgument(
@@ -113,7 +134,10 @@ def _entries(path: Path) -> tuple[dict[str, Any], int]:
     """The tensors of a .safetensors, and where their bytes begin."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= _LONGEST_HEADER else b""
+        there = length <= min(
+            _LONGEST_HEADER, path.stat().st_size
+        )  # a read makes room for all it is asked for
+        text = file.read(length) if there else b""
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError):

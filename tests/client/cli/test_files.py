@@ -82,6 +82,7 @@ BROKEN = {
     "offset-text": (safetensors(entry(data_offsets=["a", 48])), "cannot be read"),
     "shape-negative": (safetensors(entry(shape=[-3, -4])), "does not fit"),
     "shape-huge": (safetensors(entry(shape=[10**30])), "does not fit"),
+    "shape-infinite": (safetensors({**entry(), "shape": [float("inf")]}), "cannot be read"),
     "shape-wraps": (safetensors(entry(shape=[1 << 40, 1 << 40], data_offsets=[0, 0])), "does not fit"),
     "backwards": (safetensors(entry(data_offsets=[48, 0])), "does not fit"),
 }
@@ -105,7 +106,21 @@ def test_one_of_several_tensors_has_to_be_named(tmp_path: Path) -> None:
     assert np.array_equal(files.read(path, "b"), X + 1)
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", b"\x93NUMPY\x01\x00"], ids=["empty", "junk", "cut"])
+def npy(header: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
+NO_NPY = {
+    "empty": b"",
+    "junk": b"junk",
+    "cut": b"\x93NUMPY\x01\x00",
+    "header-that-no-tokenizer-ends": npy(b"{'descr': ("),
+    "keys-of-two-kinds": npy(b"{1: 2, 'a': 3}"),
+    "larger-than-its-file": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,)}"),
+}
+
+
+@pytest.mark.parametrize("data", NO_NPY.values(), ids=NO_NPY.keys())
 def test_a_broken_npy_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.npy").write_bytes(data)
     with pytest.raises(InvalidArgument, match=r"it is no .npy of numbers"):
