@@ -15,7 +15,7 @@ from source_tree import CLIENT, PACKAGES, ROOT, SERVICE, modules, own_files, rel
 MOST_FUNCTION_LINES = 60
 MOST_FILE_LINES = 400
 
-BINARY = {".npz", ".npy", ".png", ".ico", ".gz", ".safetensors"}
+BINARY = {".npz", ".npy", ".png", ".ico", ".gz", ".safetensors", ".bin"}
 
 NON_ASCII = frozenset("├└│─┬┴┐┌┘┤→←↔▸≤≥≈±·…°²³\u00d7\u00b5\u03c3")
 """What is meant where it stands: drawings and arithmetic (the escapes are times, micro and sigma, which have

@@ -3,7 +3,7 @@
   ./dev fuzz [--minutes M] [TARGET ...]
 
 What atheris learns is kept in .fuzz/corpus and gone on from the next time. What it finds lies in .fuzz/found;
-it belongs, under a name that says what it is, into tests/fuzz/corpus/TARGET, which the whole suite runs.
+it belongs into tests/fuzz/corpus/TARGET as NAME.bin, NAME saying what it is, which the whole suite runs.
 """
 
 from __future__ import annotations

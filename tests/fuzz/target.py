@@ -29,7 +29,7 @@ class Target:
     def corpus(self) -> dict[str, bytes]:
         """Inputs that once were findings, by name."""
         folder = CORPUS / self.name
-        return {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
+        return {path.stem: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 
     def bounded(self, data: bytes) -> None:
         """`run`, and an AssertionError where it took more memory than is stated."""
