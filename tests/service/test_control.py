@@ -60,7 +60,7 @@ def test_config_says_which_backend_and_why_not_a_better_one(server: Served) -> N
     assert config["scale_rule"] == "ceil(log2(amax / 448)), E8M0 per 32 along K"
     assert 0 < config["quantization_error"] < 0.1
     assert config["arithmetic_error"] < 2**-7
-    assert config["buckets"][:4] == [1, 2, 4, 8]
+    assert config["buckets"][:5] == [1, 2, 3, 4, 6]
     fidelity = config["weight_fidelity"]
     assert fidelity["rows"] == 130
     assert 0.02 < fidelity["relative_error"] < 0.06
