@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from . import arguments
 from .async_transport import AsyncHTTPTransport, AsyncTransport
 from .base import BaseClient, Exchange
-from .calls import RETRIED, Call
+from .calls import RETRIED, Call, calls_at
 from .errors import GemmwireError, RefitIncomplete
+from .everywhere import Everywhere
 from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .retries import Retries
 from .tls import TLS, context_for
@@ -31,7 +32,7 @@ class AsyncClient(BaseClient):
 
     def __init__(
         self,
-        url: str = "http://127.0.0.1:8000",
+        url: str | Sequence[str] = "http://127.0.0.1:8000",
         *,
         timeout: float | None = 60.0,
         api_key: str | None = None,
@@ -44,7 +45,7 @@ class AsyncClient(BaseClient):
     ) -> None:
         super().__init__(url, timeout, headers, api_key, retries, quantize)
         size = arguments.whole(max_connections, "max_connections")
-        self._transport = transport or AsyncHTTPTransport(self._url, size, context_for(self._url, tls))
+        self._transport, self._each = self._transports(size, tls, transport)
 
     async def infer(
         self,
@@ -107,7 +108,7 @@ class AsyncClient(BaseClient):
         async def one(call: Call[Answer]) -> Any:
             async with slots:
                 call.resume()
-                return (await self._finish(call)).y
+                return (await self._finish(call, self._transport)).y
 
         # A call's time begins here, for all of them together.
         tasks = [asyncio.ensure_future(one(Call(exchange, self._retries))) for exchange in exchanges]
@@ -147,12 +148,13 @@ class AsyncClient(BaseClient):
     ) -> Refitted | dict[str, Refitted]:
         """Replace the weight of a layer, or of several, on the server: as `Client.refit`."""
         if isinstance(layer, str):
-            return await self._run(self._refit(layer, Weights.of(weight, scale, bias), if_version, timeout))
+            one = Weights.of(weight, scale, bias)
+            return await self._refit_each(layer, self._refit(layer, one, if_version, timeout))
         weights = Weights.read_all(layer, weight=weight, scale=scale, bias=bias, if_version=if_version)
         done: dict[str, Refitted] = {}
         for name, entry in weights.items():
             try:
-                done[name] = await self._run(self._refit(name, entry, None, timeout))
+                done[name] = await self._refit_each(name, self._refit(name, entry, None, timeout))
             except GemmwireError as error:
                 raise RefitIncomplete.at(name, done, len(weights), error) from error
         return done
@@ -176,9 +178,15 @@ class AsyncClient(BaseClient):
         """Whether the server works, be it still loading. Errors: `TransportError` where none answers."""
         return await self._run(self._health("live"))
 
-    async def ready(self) -> bool:
-        """Whether every layer has been loaded. Errors: `TransportError` where no server answers."""
-        return await self._run(self._health("ready"))
+    async def ready(self, *, every: bool = False) -> bool:
+        """Whether every layer has been loaded, at one server or at `every` one: as `Client.ready`."""
+        if not every:
+            return await self._run(self._health("ready"))
+        calls = calls_at(self._each, self._health("ready"), self._retries)
+        for url, call in calls.items():
+            if not await self._finish(call, self._each[url]):
+                return False
+        return True
 
     async def close(self) -> None:
         """Close the connections; a call after this is refused."""
@@ -192,13 +200,40 @@ class AsyncClient(BaseClient):
     ) -> None:
         await self.close()
 
-    async def _run(self, exchange: Exchange[T]) -> T:
-        return await self._finish(Call(exchange, self._retries))
+    def _transports(
+        self, size: int, tls: TLS | ssl.SSLContext | None, given: AsyncTransport | None
+    ) -> tuple[AsyncTransport, Mapping[str, AsyncTransport]]:
+        """That of every call, and by its URL that of each server."""
+        self._refuse_one_transport(given)
+        if self._several:
+            from .async_balanced import AsyncBalanced
 
-    async def _finish(self, call: Call[T]) -> T:
+            balanced = AsyncBalanced(self._urls, size, tls)
+            return balanced, balanced.each
+        (url,) = self._urls
+        transport = given or AsyncHTTPTransport(url, size, context_for(url, tls))
+        return transport, {str(url): transport}
+
+    async def _run(self, exchange: Exchange[T]) -> T:
+        return await self._finish(Call(exchange, self._retries), self._transport)
+
+    async def _refit_each(self, layer: str, exchange: Exchange[Refitted]) -> Refitted:
+        """At one server after the other, so that the others answer meanwhile."""
+        if not self._several:
+            return await self._run(exchange)
+        everywhere = Everywhere(layer)
+        for url, call in calls_at(self._each, exchange, self._retries).items():
+            try:
+                call.resume()
+                everywhere.took(url, await self._finish(call, self._each[url]))
+            except GemmwireError as error:
+                everywhere.failed(url, error)
+        return everywhere.refitted()
+
+    async def _finish(self, call: Call[T], transport: AsyncTransport) -> T:
         while True:
             try:
-                return call.read(await self._transport.send(call.request, call.timeout))
+                return call.read(await transport.send(call.request, call.timeout))
             except RETRIED as error:
                 seconds = call.failed(error)
             await asyncio.sleep(seconds)

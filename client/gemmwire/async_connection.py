@@ -17,7 +17,7 @@ from .connection import Readable
 from .deadline import Deadline
 from .errors import WireError
 from .http1 import Reply, Request
-from .incoming import Incoming, Receiving
+from .incoming import Closed, Incoming, Receiving
 
 _WRITTEN_AT_ONCE = 256 << 10  # bytes; what a socket does not take is copied by the transport
 _JOIN_BELOW = 64 << 10  # one small copy is cheaper than one more system call
@@ -43,6 +43,8 @@ class AsyncConnection(asyncio.BufferedProtocol):
     async def exchange(self, request: Request, deadline: Deadline) -> Reply:
         """Send the request and read its answer, which may come before all of the request has been taken."""
         left = deadline.left()
+        if self._transport.is_closing():  # between the connection and the request, when nobody was told
+            raise Closed("the server closed the connection before the request was sent")
         answer: asyncio.Future[Reply] = self._loop.create_future()
         self._answer = answer
         timer = None if left is None else self._loop.call_later(left, self._settle, TimeoutError())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from .async_connection import AsyncConnection
 from .async_pool import AsyncPool
 from .deadline import Deadline
-from .failures import transport_error
+from .failures import too_slow, transport_error
 from .http1 import Reply, Request
 from .incoming import Closed
 from .url import Url
@@ -30,13 +30,20 @@ class AsyncHTTPTransport:
     """Keep-alive connections to one server, at most `max_connections` at a time, for the tasks of one loop.
 
     A connection that the server closed between two requests is replaced, once a call, by a fresh one. What
-    must not be repeated goes over a fresh one at once.
+    must not be repeated goes over a fresh one at once. `connect_s`: seconds that one may take to be made.
     """
 
-    def __init__(self, url: Url, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        url: Url,
+        max_connections: int,
+        tls: ssl.SSLContext | None = None,
+        connect_s: float | None = None,
+    ) -> None:
         self._url = url
         self._pool = AsyncPool(max_connections)
         self._tls = tls
+        self._connect_s = connect_s
 
     async def send(self, request: Request, timeout: float | None) -> Reply:
         deadline = Deadline(timeout)
@@ -73,13 +80,15 @@ class AsyncHTTPTransport:
         return reply
 
     async def _connect(self, deadline: Deadline) -> AsyncConnection:
-        left = deadline.left()
+        soon = deadline if self._connect_s is None else deadline.at_most(self._connect_s)
+        left = soon.left()
         connecting = asyncio.ensure_future(self._connecting())
         try:
             # Up to Python 3.11 wait_for forgets a cancellation that comes together with the connection.
             await asyncio.wait([connecting], timeout=left)
             if not connecting.done():
-                raise TimeoutError
+                deadline.left()
+                raise TimeoutError if self._connect_s is None else too_slow(self._connect_s)
         except BaseException:
             connecting.cancel()
             connecting.add_done_callback(_close)

@@ -9,11 +9,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from . import __version__, arguments, replies, wire
 from .arrays import Framework, datatype_of, framework_of
-from .errors import InputError
+from .errors import InputError, InvalidArgument
 from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .http1 import Reply, Request
 from .retries import Retries, retries_of
-from .url import parse_url, segment
+from .url import parse_urls, segment
 from .weights import Weights
 
 T = TypeVar("T")
@@ -39,21 +39,23 @@ class Exchange(Generic[T]):
 class BaseClient:
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         timeout: float | None,
         headers: Mapping[str, str] | None,
         api_key: str | None,
         retries: Retries | int,
         quantize: str,
     ) -> None:
-        self._url = parse_url(url)
+        self._urls = parse_urls(url)
+        self._several = len(self._urls) > 1
+        self._base_path = "" if self._several else self._urls[0].prefix
         self._timeout = arguments.seconds(timeout)
         self._retries = retries_of(retries)
         arguments.by_client(quantize)
         self._quantize = quantize
         given = arguments.headers_of(headers or {})
         self._headers = {
-            "host": self._url.authority,
+            **({} if self._several else {"host": self._urls[0].authority}),  # of several each has its own
             "user-agent": f"gemmwire/{__version__}",
             "accept-encoding": "identity",
             **given,
@@ -62,11 +64,17 @@ class BaseClient:
 
     @property
     def url(self) -> str:
-        """The server's address, in one spelling: without a slash at its end or its scheme's own port."""
-        return str(self._url)
+        """The server's address, in one spelling: without a slash at its end or its scheme's own port. Of
+        several servers those of all, with a space between them."""
+        return " ".join(self.urls)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The address of each server."""
+        return tuple(map(str, self._urls))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._url)!r})"
+        return f"{type(self).__name__}({list(self.urls) if self._several else self.url!r})"
 
     def __reduce__(self) -> NoReturn:
         """For `copy` and `pickle`. Errors: `InputError`; connections belong to a process, keys to no file."""
@@ -128,7 +136,8 @@ class BaseClient:
         headers, buffers = wire.encode_request(message)
         if message.id:
             headers["x-request-id"] = message.id
-        return self._request("POST", path, headers, buffers)
+        again = partial(self._infer_request, path, message) if self._several else None
+        return self._request("POST", path, headers, buffers, again)
 
     def _refit(
         self, layer: str, weights: Weights, if_version: str | int | None, timeout: float | None
@@ -151,6 +160,7 @@ class BaseClient:
         return self._get(_layer_path(name) + "/config", replies.read_layer)
 
     def _stats(self, name: str) -> Exchange[dict[str, Any]]:
+        self._refuse_several("statistics are")
         return self._get(_layer_path(name) + "/stats", replies.read_stats)
 
     def _server(self) -> Exchange[ServerInfo]:
@@ -163,14 +173,33 @@ class BaseClient:
         request = self._request("GET", path, {}, [])
         return Exchange(lambda _: request, self._timeout, read)
 
+    def _refuse_several(self, what: str) -> None:
+        if self._several:
+            raise InvalidArgument(
+                f"{what} of one server, and this client has {len(self._urls)}: make a client of each, as "
+                f"{type(self).__name__}({self.urls[0]!r})"
+            )
+
+    def _refuse_one_transport(self, given: object) -> None:
+        if self._several and given is not None:
+            raise InvalidArgument(
+                f"transport replaces the network of one server; {len(self._urls)} URLs are given: give one"
+            )
+
     def _seconds(self, timeout: float | None) -> float | None:
         """Of one call: the client's own unless it is given."""
         return self._timeout if timeout is None else arguments.seconds(timeout)
 
     def _request(
-        self, method: str, path: str, headers: Mapping[str, str], body: list[wire.Buffer]
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: list[wire.Buffer],
+        again: Callable[[float | None], Request] | None = None,
     ) -> Request:
-        return Request(method, self._url.prefix + path, {**self._headers, **headers}, body)
+        fields = {**self._headers, **headers}
+        return Request(method, self._base_path + path, fields, body, again=again)
 
 
 def quantized_inputs(framework: Framework, x: Any) -> tuple[tuple[wire.Tensor, ...], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from .base import Exchange
@@ -60,6 +61,11 @@ class Call(Generic[T]):
             if self.timeout <= 0:
                 raise error
         return seconds
+
+
+def calls_at(urls: Iterable[str], exchange: Exchange[T], retries: Retries) -> dict[str, Call[T]]:
+    """The same call for each server, one time for all of them; `resume` one when its turn has come."""
+    return {url: Call(exchange, retries) for url in urls}
 
 
 def _perhaps_ours(conflict: Conflict, lost: GemmwireError) -> Conflict:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from . import arguments
 from .base import BaseClient, Exchange
-from .calls import RETRIED, Call
+from .calls import RETRIED, Call, calls_at
 from .errors import GemmwireError, RefitIncomplete
+from .everywhere import Everywhere
 from .facts import Answer, LayerInfo, Refitted, ServerInfo
 from .http1 import Reply
 from .retries import Retries
@@ -29,14 +30,16 @@ T = TypeVar("T")
 
 
 class Client(BaseClient):
-    """A client of one server, safe to share between threads.
+    """A client of one server, or of several with the same layers, safe to share between threads.
 
     `url` is http or https, with a path where the server stands behind one, or unix:///path of a socket on
-    this host. `timeout` (seconds, None: none) is for all that a call waits for, its retries included.
+    this host. Of a list of them, each call goes to the server with the fewest bytes outstanding that works,
+    and from one that is lost or busy to another. `timeout` (seconds, None: none) is for all that a call waits
+    for, its retries included.
     `api_key` and `headers` go with every request. `retries`: how often a call that failed in passing is made
     again, a number or `Retries`. `quantize`: where x is quantized if a call does not say, "client" or
     "server". `tls`: whom https trusts, a `TLS` or an ssl.SSLContext. At most `max_connections` are open at a
-    time; a call beyond them waits for one. `transport` replaces the network, for tests.
+    time, to each server; a call beyond them waits for one. `transport` replaces the network, for tests.
 
     Every method raises a `GemmwireError` and nothing else: `InputError` and `InvalidArgument` before anything
     is sent, `TransportError` where no answer came, `ServerError` for an answer that is an error, `WireError`
@@ -45,7 +48,7 @@ class Client(BaseClient):
 
     def __init__(
         self,
-        url: str = "http://127.0.0.1:8000",
+        url: str | Sequence[str] = "http://127.0.0.1:8000",
         *,
         timeout: float | None = 60.0,
         api_key: str | None = None,
@@ -58,7 +61,7 @@ class Client(BaseClient):
     ) -> None:
         super().__init__(url, timeout, headers, api_key, retries, quantize)
         size = arguments.whole(max_connections, "max_connections")
-        self._transport = transport or HTTPTransport(self._url, size, context_for(self._url, tls))
+        self._transport, self._each = self._transports(size, tls, transport)
 
     def infer(
         self,
@@ -140,7 +143,8 @@ class Client(BaseClient):
         requests = [call.request for call in started]
         size = arguments.whole(at_once, "at_once")
         replies = self._transport.send_all(requests, seconds, size)
-        return [self._outcome(call, reply).y for call, reply in zip(started, replies, strict=True)]
+        calls_and_replies = zip(started, replies, strict=True)
+        return [self._outcome(call, reply, self._transport).y for call, reply in calls_and_replies]
 
     @overload
     def refit(
@@ -181,12 +185,13 @@ class Client(BaseClient):
         it was replaced.
         """
         if isinstance(layer, str):
-            return self._run(self._refit(layer, Weights.of(weight, scale, bias), if_version, timeout))
+            one = Weights.of(weight, scale, bias)
+            return self._refit_each(layer, self._refit(layer, one, if_version, timeout))
         weights = Weights.read_all(layer, weight=weight, scale=scale, bias=bias, if_version=if_version)
         done: dict[str, Refitted] = {}
         for name, entry in weights.items():
             try:
-                done[name] = self._run(self._refit(name, entry, None, timeout))
+                done[name] = self._refit_each(name, self._refit(name, entry, None, timeout))
             except GemmwireError as error:
                 raise RefitIncomplete.at(name, done, len(weights), error) from error
         return done
@@ -200,7 +205,9 @@ class Client(BaseClient):
         return self._run(self._layer(name))
 
     def stats(self, layer: str) -> dict[str, Any]:
-        """The layer's counters and times, as in the protocol's statistics extension. Errors: `NotFound`."""
+        """The layer's counters and times, as in the protocol's statistics extension. Errors: `NotFound`;
+        `InvalidArgument` of a client of several servers, each of which counts for itself.
+        """
         return self._run(self._stats(layer))
 
     def server(self) -> ServerInfo:
@@ -210,17 +217,23 @@ class Client(BaseClient):
         """Whether the server works, be it still loading. Errors: `TransportError` where none answers."""
         return self._run(self._health("live"))
 
-    def ready(self) -> bool:
-        """Whether every layer has been loaded. Errors: `TransportError` where no server answers."""
-        return self._run(self._health("ready"))
+    def ready(self, *, every: bool = False) -> bool:
+        """Whether every layer has been loaded: of several servers, at one of them, which will then answer, or
+        at `every` one. Errors: `TransportError` where no server answers, with `every` where one does not.
+        """
+        if not every:
+            return self._run(self._health("ready"))
+        calls = calls_at(self._each, self._health("ready"), self._retries)
+        return all(self._outcome(call, None, self._each[url]) for url, call in calls.items())
 
     def shared(self, prefix: str = "gemmwire", *, at_least: int = SHARED_FROM) -> SharedClient:
         """A client of the same server whose tensors are passed in shared memory, where they have `at_least`
         bytes in a call. The server runs on this host, as this user, with --shm-prefix; `prefix` is that.
 
         Use it in a `with` block, or `close()` it: that gives its memory back, and leaves this client open.
-        Errors: `InvalidArgument` on a system without shared memory.
+        Errors: `InvalidArgument` on a system without shared memory, and of a client of several servers.
         """
+        self._refuse_several("shared memory is")
         from .shared_client import SharedClient
 
         return SharedClient(self, prefix, at_least)
@@ -237,16 +250,43 @@ class Client(BaseClient):
     ) -> None:
         self.close()
 
-    def _run(self, exchange: Exchange[T]) -> T:
-        return self._outcome(Call(exchange, self._retries), None)
+    def _transports(
+        self, size: int, tls: TLS | ssl.SSLContext | None, given: Transport | None
+    ) -> tuple[Transport, Mapping[str, Transport]]:
+        """That of every call, and by its URL that of each server."""
+        self._refuse_one_transport(given)
+        if self._several:
+            from .balanced import Balanced
 
-    def _outcome(self, call: Call[T], first: Reply | GemmwireError | None) -> T:
+            balanced = Balanced(self._urls, size, tls)
+            return balanced, balanced.each
+        (url,) = self._urls
+        transport = given or HTTPTransport(url, size, context_for(url, tls))
+        return transport, {str(url): transport}
+
+    def _run(self, exchange: Exchange[T]) -> T:
+        return self._outcome(Call(exchange, self._retries), None, self._transport)
+
+    def _refit_each(self, layer: str, exchange: Exchange[Refitted]) -> Refitted:
+        """At one server after the other, so that the others answer meanwhile."""
+        if not self._several:
+            return self._run(exchange)
+        everywhere = Everywhere(layer)
+        for url, call in calls_at(self._each, exchange, self._retries).items():
+            try:
+                call.resume()
+                everywhere.took(url, self._outcome(call, None, self._each[url]))
+            except GemmwireError as error:
+                everywhere.failed(url, error)
+        return everywhere.refitted()
+
+    def _outcome(self, call: Call[T], first: Reply | GemmwireError | None, transport: Transport) -> T:
         """`first` is what came of an attempt that was made already."""
         while True:
             try:
                 if isinstance(first, GemmwireError):
                     raise first
-                reply = first or self._transport.send(call.request, call.timeout)
+                reply = first or transport.send(call.request, call.timeout)
                 return call.read(reply)
             except RETRIED as error:
                 seconds = call.failed(error)

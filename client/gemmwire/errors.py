@@ -5,6 +5,7 @@ GemmwireError
 ├── InputError              an array that cannot be sent or given back: its type, dtype or rank
 ├── InvalidArgument         a URL, name, timeout or header that no request can be made of
 ├── RefitIncomplete         of several layers some have their new weights; `done`, `layer`, `__cause__`
+├── OutOfStep               of several servers some have the new weights; `done`, `failed`
 ├── TransportError          no answer came
 │   ├── ConnectionFailed    refused, reset, name not resolved
 │   └── TimedOut            the client's own timeout passed
@@ -101,6 +102,21 @@ class RefitIncomplete(GemmwireError):
             layer=layer,
             done=done,
         )
+
+
+class OutOfStep(GemmwireError):
+    """Of several servers, those in `done` have the new weights of `layer`, and those in `failed` do not.
+
+    Both by URL; `failed` says why. After a `TransportError` it is not known whether that server has them.
+    """
+
+    def __init__(
+        self, message: str, *, layer: str, done: Mapping[str, Refitted], failed: Mapping[str, GemmwireError]
+    ) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.done = done
+        self.failed = failed
 
 
 class TransportError(GemmwireError):

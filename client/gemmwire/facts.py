@@ -51,7 +51,8 @@ class Refitted:
     """A layer whose weight was replaced: answers of `version` were computed with the new one.
 
     `quantization_error` is that of the new weight, None for one that was sent in MXFP8; `arithmetic_error`
-    that of the backend on it. `seconds` says what the server spent on each stage.
+    that of the backend on it. `seconds` says what the server spent on each stage. `hosts`, of a client of
+    several servers, has what each of them says, by its URL; the rest is what the first one says.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Refitted:
     quantization_error: float | None
     arithmetic_error: float | None
     seconds: Mapping[str, float]
+    hosts: Mapping[str, Refitted] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

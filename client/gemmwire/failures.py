@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from .errors import ConnectionFailed, TimedOut, TransportError
 from .http1 import Request
 from .url import Url
@@ -17,6 +19,11 @@ class Busy(TimeoutError):
 class ClientClosed(ConnectionError):
     def __init__(self) -> None:
         super().__init__("this client has been closed; make a new one")
+
+
+def too_slow(seconds: float) -> OSError:
+    """A connection that was not made in time, though the call has time left."""
+    return OSError(errno.ETIMEDOUT, f"no connection within {seconds:g} s")
 
 
 def transport_error(error: OSError, request: Request, url: Url, timeout: float | None) -> TransportError:

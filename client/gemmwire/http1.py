@@ -7,7 +7,7 @@ small request together.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import WireError
@@ -24,7 +24,8 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 class Request:
     """`path` is the target as it goes on the wire; `headers` hold everything but the body's length.
 
-    `repeatable`: it may be sent again where the connection ended without an answer.
+    `repeatable`: it may be sent again where the connection ended without an answer. `again` makes it anew for
+    a reply that may take so many seconds, where it says how long that is.
     """
 
     method: str
@@ -32,6 +33,7 @@ class Request:
     headers: Mapping[str, str]
     body: Sequence[Buffer] = ()
     repeatable: bool = True
+    again: Callable[[float | None], Request] | None = None
 
 
 @dataclass(frozen=True)

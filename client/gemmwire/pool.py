@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
+from . import forks
 from .connection import Connection
 from .deadline import Deadline
 from .failures import Busy, ClientClosed
@@ -21,7 +21,7 @@ class Pool:
         self._slots = threading.Semaphore(size)
         # A client that is dropped without close() leaves no socket for the garbage collector to warn about.
         weakref.finalize(self, _close_all, self._idle)
-        _POOLS.add(self)
+        forks.reset_after_fork(self)
 
     def acquire(self, deadline: Deadline) -> None:
         """Wait for a slot. Errors: ClientClosed, Busy."""
@@ -75,15 +75,3 @@ def _close_all(idle: list[Connection]) -> None:
             idle.pop().close()
         except IndexError:  # another thread was faster
             return
-
-
-_POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def _reset_pools() -> None:
-    for pool in list(_POOLS):
-        pool.reset_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_pools)

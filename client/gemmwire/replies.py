@@ -124,7 +124,7 @@ def read_error(reply: Reply) -> ServerError:
         expected=fields.get("expected"),
         got=fields.get("got"),
         request_id=str(fields.get("request_id") or ""),
-        retry_after=_seconds(reply.headers.get("retry-after")),
+        retry_after=retry_after(reply),
     )
 
 
@@ -136,8 +136,9 @@ def _unexplained(reply: Reply) -> str:
     return f"HTTP {reply.status}" + (f": {text}" if text else ", without a word of explanation")
 
 
-def _seconds(text: str | None) -> float | None:
+def retry_after(reply: Reply) -> float | None:
     """Retry-After in seconds; its other form, a date, is left out."""
+    text = reply.headers.get("retry-after")
     if text is None or not (text.isascii() and text.isdigit()):
         return None
     return min(float(text), _LONGEST_WAIT_S)

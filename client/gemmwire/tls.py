@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,13 @@ def context_for(url: Url, tls: TLS | ssl.SSLContext | None) -> ssl.SSLContext | 
             f"tls is of type {type(tls).__name__}; a gemmwire.TLS or an ssl.SSLContext is needed"
         )
     return _context(tls or TLS())
+
+
+def contexts_for(urls: Sequence[Url], tls: TLS | ssl.SSLContext | None) -> list[ssl.SSLContext | None]:
+    """One for all that are https. Errors: as of `context_for`, and where `tls` is given and none is."""
+    secure = [url for url in urls if url.scheme == "https"]
+    context = context_for((secure or urls)[0], tls)
+    return [context if url in secure else None for url in urls]
 
 
 def _context(tls: TLS) -> ssl.SSLContext:

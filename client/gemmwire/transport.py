@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from .connection import Connection
 from .deadline import Deadline
 from .errors import GemmwireError
-from .failures import transport_error
+from .failures import too_slow, transport_error
 from .http1 import Reply, Request
 from .incoming import Closed
 from .pool import Pool
@@ -17,6 +17,8 @@ from .url import Url
 
 if TYPE_CHECKING:
     import ssl
+
+T = TypeVar("T")
 
 
 class Transport(Protocol):
@@ -47,13 +49,20 @@ class HTTPTransport:
     """Keep-alive connections to one server, at most `max_connections` at a time; safe to use from threads.
 
     A connection that the server closed between two requests is replaced, once a call, by a fresh one. What
-    must not be repeated goes over a fresh one at once.
+    must not be repeated goes over a fresh one at once. `connect_s`: seconds that one may take to be made.
     """
 
-    def __init__(self, url: Url, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        url: Url,
+        max_connections: int,
+        tls: ssl.SSLContext | None = None,
+        connect_s: float | None = None,
+    ) -> None:
         self.url = url
         self.pool = Pool(max_connections)
         self._tls = tls
+        self._connect_s = connect_s
 
     def send(self, request: Request, timeout: float | None) -> Reply:
         deadline = Deadline(timeout)
@@ -71,9 +80,9 @@ class HTTPTransport:
     ) -> list[Reply | GemmwireError]:
         from .window import Window
 
-        with Window(self, timeout, at_once) as window:
+        with Window(timeout, at_once) as window:
             for request in requests:
-                window.add(request)
+                window.add(request, self)
             return window.replies()
 
     def close(self) -> None:
@@ -105,7 +114,7 @@ class HTTPTransport:
         return self.finish(self._start_afresh(sent.request, deadline), deadline)
 
     def _start_afresh(self, request: Request, deadline: Deadline) -> Sent:
-        connection = self._connect(deadline)
+        connection = within(self._connect_s, deadline, self._connect)
         _send(connection, request, deadline)
         return Sent(request, connection, fresh=True)
 
@@ -121,6 +130,17 @@ class HTTPTransport:
         except BaseException:
             sock.close()
             raise
+
+
+def within(seconds: float | None, deadline: Deadline, connect: Callable[[Deadline], T]) -> T:
+    """Connect in so many seconds, so that the rest of a call's time is left for another host."""
+    if seconds is None:
+        return connect(deadline)
+    try:
+        return connect(deadline.at_most(seconds))
+    except TimeoutError:
+        deadline.left()
+        raise too_slow(seconds) from None
 
 
 def _tcp_socket(host: str, port: int, deadline: Deadline) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, unquote, urlsplit
 
@@ -62,6 +63,19 @@ def parse_url(text: str) -> Url:
         raise _invalid(text, "it must end with its path; a query or fragment has no meaning here")
     prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
     return Url(parts.scheme, host, _PORTS[parts.scheme] if port is None else port, prefix)
+
+
+def parse_urls(urls: str | Sequence[str]) -> tuple[Url, ...]:
+    """One URL, or several of which each is another server. Errors: `InvalidArgument`."""
+    if isinstance(urls, str) or not isinstance(urls, Sequence):
+        return (parse_url(urls),)
+    parsed = tuple(map(parse_url, urls))
+    if not parsed:
+        raise InvalidArgument("The servers' URLs are an empty list; one is needed, as http://127.0.0.1:8000")
+    for index, url in enumerate(parsed):
+        if url in parsed[:index]:
+            raise InvalidArgument(f"The server's URL {str(url)!r} is given twice; leave one of them out")
+    return parsed
 
 
 def _unix(text: str, host: str, path: str, rest: str) -> Url:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .deadline import Deadline
@@ -13,6 +14,8 @@ from .http1 import Reply, Request
 if TYPE_CHECKING:
     from .transport import HTTPTransport, Sent
 
+Told = Callable[["Reply | GemmwireError"], None]
+
 
 class Window:
     """At most `size` requests under way; `timeout` (seconds) is for all that pass through.
@@ -21,12 +24,11 @@ class Window:
     memory of their sockets. A request that fails has its error in the place of its reply.
     """
 
-    def __init__(self, transport: HTTPTransport, timeout: float | None, size: int) -> None:
-        self._transport = transport
+    def __init__(self, timeout: float | None, size: int) -> None:
         self._timeout = timeout
         self._deadline = Deadline(timeout)
         self._size = size
-        self._under_way: deque[Sent | GemmwireError] = deque()
+        self._under_way: deque[tuple[HTTPTransport, Sent | GemmwireError, Told | None]] = deque()
         self._replies: list[Reply | GemmwireError] = []
 
     def __enter__(self) -> Window:
@@ -35,19 +37,20 @@ class Window:
     def __exit__(self, *_: object) -> None:
         """What is still under way is given up."""
         while self._under_way:
-            sent = self._under_way.popleft()
+            transport, sent, _told = self._under_way.popleft()
             if not isinstance(sent, GemmwireError):
                 sent.connection.close()
-                self._transport.pool.release()
+                transport.pool.release()
 
-    def add(self, request: Request) -> None:
-        """Send a request, after reading the oldest answers where there is no room for it."""
-        slot = len(self._under_way) < self._size and self._transport.pool.acquire_now()
+    def add(self, request: Request, transport: HTTPTransport, told: Told | None = None) -> None:
+        """Send a request, after reading the oldest answers where there is no room for it. `told` is called
+        with what came of it."""
+        slot = len(self._under_way) < self._size and transport.pool.acquire_now()
         # Never wait for a slot while holding others: two threads that do would wait for each other.
         while not slot and self._under_way:
             self._finish_oldest()
-            slot = self._transport.pool.acquire_now()
-        self._under_way.append(self._start(request, slot))
+            slot = transport.pool.acquire_now()
+        self._under_way.append((transport, self._start(request, transport, slot), told))
 
     def replies(self) -> list[Reply | GemmwireError]:
         """All of them, in order."""
@@ -55,29 +58,31 @@ class Window:
             self._finish_oldest()
         return self._replies
 
-    def _start(self, request: Request, slot: bool) -> Sent | GemmwireError:
+    def _start(self, request: Request, transport: HTTPTransport, slot: bool) -> Sent | GemmwireError:
         try:
             if not slot:
-                self._transport.pool.acquire(self._deadline)
+                transport.pool.acquire(self._deadline)
             try:
-                return self._transport.start(request, self._deadline)
+                return transport.start(request, self._deadline)
             except BaseException:
-                self._transport.pool.release()
+                transport.pool.release()
                 raise
         except OSError as error:
-            return transport_error(error, request, self._transport.url, self._timeout)
+            return transport_error(error, request, transport.url, self._timeout)
 
     def _finish_oldest(self) -> None:
-        sent = self._under_way.popleft()
-        if isinstance(sent, GemmwireError):
-            self._replies.append(sent)
-            return
+        transport, sent, told = self._under_way.popleft()
+        outcome = sent if isinstance(sent, GemmwireError) else self._finish(transport, sent)
+        self._replies.append(outcome)
+        if told is not None:
+            told(outcome)
+
+    def _finish(self, transport: HTTPTransport, sent: Sent) -> Reply | GemmwireError:
         try:
-            self._replies.append(self._transport.finish(sent, self._deadline))
+            return transport.finish(sent, self._deadline)
         except WireError as error:
-            self._replies.append(error)
+            return error
         except OSError as error:
-            failure = transport_error(error, sent.request, self._transport.url, self._timeout)
-            self._replies.append(failure)
+            return transport_error(error, sent.request, transport.url, self._timeout)
         finally:
-            self._transport.pool.release()
+            transport.pool.release()

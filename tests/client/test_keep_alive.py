@@ -77,6 +77,16 @@ def test_a_fresh_connection_is_not_tried_again(make: Make) -> None:
     assert len(served.requests) == 2
 
 
+def test_a_connection_closed_before_its_first_request_is_an_error_at_once(make: Make) -> None:
+    """Guards: a call that waits for its whole timeout where a server accepts and hangs up, being full."""
+    with serve(lambda session, served: None) as served:
+        transport = make(served.url, 1)
+        for _ in range(20):
+            with pytest.raises(ConnectionFailed):
+                transport.send(GET, 20)
+        transport.close()
+
+
 def test_bytes_that_nobody_asked_for_are_not_the_next_answer(make: Make) -> None:
     """Guards: the 408 that a server sends into an idle connection, read as the answer to the next request."""
     sent = threading.Event()

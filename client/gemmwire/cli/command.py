@@ -72,6 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_common(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--url",
+        dest="others",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="another server of the same layers, to share the calls with; may be repeated",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON document")
     sub.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for a call (60)")
     sub.add_argument(
@@ -87,7 +95,7 @@ def _client(options: argparse.Namespace) -> Client:
     key: Path | None = options.api_key_file
     tls = TLS(ca=options.ca, verify=not options.insecure) if options.ca or options.insecure else None
     return Client(
-        options.url,
+        [options.url, *options.others] if options.others else options.url,
         timeout=options.timeout,
         retries=options.retries,
         # What is no key is refused by the client, whatever its bytes.

@@ -32,7 +32,8 @@ def client_for(url: str) -> Client:
     with _lock:
         client = _clients.get(url)
         if client is None:
-            client = Client(url)
+            several = url.split(" ")  # as the `url` of a client of several servers has them
+            client = Client(several if len(several) > 1 else url)
             client = _clients.setdefault(client.url, client)
         return client
 

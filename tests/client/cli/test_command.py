@@ -233,3 +233,20 @@ def test_it_runs_as_a_program(server: Served) -> None:
     assert "m.ragged" in done.stdout
     usage = subprocess.run([sys.executable, "-m", "gemmwire"], capture_output=True, text=True, timeout=60)
     assert usage.returncode == 2
+
+
+def test_url_adds_servers_that_share_the_calls(
+    server: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path, file: Path
+) -> None:
+    with serve(layer) as other, serve(replying(answer(b"", "503 Service Unavailable"))) as loading:
+        path = tmp_path / "x.npy"
+        np.save(path, np.repeat(X, 8, 0))
+        command = ["infer", other.url, "a", str(path), "--rows", "2", "--url", loading.url, "--json"]
+        assert main(command) == 0
+        document = json.loads(capsys.readouterr().out)
+    assert (document["requests"], document["first"][:3]) == (8, Y[0].tolist())
+    assert len(other.requests) == 8
+    assert main(["ping", server.url, "--url", "http://127.0.0.1:9"]) == 0
+    assert f"{server.url} http://127.0.0.1:9: gemmwire" in capsys.readouterr().out
+    assert "make a client of each" in failing(capsys, "stats", server.url, "a", "--url", "http://h")
+    assert "given twice" in failing(capsys, "layers", server.url, "--url", server.url)
