@@ -3,10 +3,10 @@
     ./dev bench peers            # needs a C compiler; installs the peers into .venv-peers at first use
     ./dev bench peers --only gemmwire,asgi_gemm --rounds 3
 
-Every server computes the same y = x @ W.T in BF16 on one thread (gemmwire quantizes x on top of that, and
-speaks its whole protocol). One closed-loop load generator in C (loadgen.c) with keep-alive connections is
-the client of all of them. The rounds are interleaved: each server is measured once a round, the medians are
-shown. Beside p50 and rate stands the ratio to a bare ASGI app.
+Every server computes the same y = x @ W.T in BF16, on one thread where its row does not say otherwise;
+gemmwire quantizes x on top of that, and speaks its whole protocol. One closed-loop load generator in C
+(loadgen.c) with keep-alive connections is the client of all of them. The rounds are interleaved: each server
+is measured once a round, the medians are shown. Beside p50 and rate stands the ratio to a bare ASGI app.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ PACKAGES = ("torch", "numpy", "fastapi", "uvicorn[standard]", "mosec", "litserve
 READY_S = 90
 REFERENCE = "asgi_gemm"
 CLIENTS = ("sdk", "tritonclient")  # of gemmwire, in Python; no servers
+RPC = "torch_rpc"  # which is no HTTP, and so its own client
+
+
+INFER = "/v2/models/bench/infer"
 
 
 @dataclass(frozen=True)
@@ -47,21 +51,25 @@ class Peer:
     form: str = "raw"
     path: str = "/"
     arguments: tuple[str, ...] = ()
+    threads: int = 1
 
 
 PEERS = (
-    Peer("gemmwire", "gemmwire, binary OIP", "oip", "/v2/models/bench/infer"),
+    Peer("gemmwire", "gemmwire, binary OIP, one thread", "oip", INFER, ("--cpu-threads", "1")),
+    Peer("gemmwire_default", "the same by default: long forwards on all cores", "oip", INFER),
     Peer("sdk", "gemmwire, by its SDK"),
     Peer("tritonclient", "gemmwire, by tritonclient, FP32"),
-    Peer("gemmwire_asgi", "the same, --no-fast-path", "oip", "/v2/models/bench/infer", ("--no-fast-path",)),
+    Peer("gemmwire_asgi", "the same, --no-fast-path", "oip", INFER, ("--cpu-threads", "1", "--no-fast-path")),
     Peer("asgi_echo", "bare ASGI echo, no GEMM"),
     Peer("asgi_gemm", "bare ASGI + GEMM"),
+    Peer("asgi_gemm_two", "bare ASGI + GEMM on two threads", threads=2),
     Peer("fastapi_raw", "FastAPI, raw bytes"),
     Peer("fastapi_json", "FastAPI, JSON lists", "json"),
     Peer("mosec_raw", "mosec", path="/inference"),
     Peer("litserve_raw", "LitServe, base64 in JSON", "base64", "/infer"),
     Peer("ray_raw", "Ray Serve"),
     Peer("bentoml_raw", "BentoML", "multipart", "/infer"),
+    Peer(RPC, "torch.distributed.rpc, its own client"),
 )
 
 
@@ -129,7 +137,7 @@ def oip(cell: Cell, data: bytes) -> tuple[bytes, str]:
 def server(peer: Peer, n: int, k: int) -> Iterator[int]:
     """-> the port that it answers at."""
     port = free_port()
-    environment = os.environ | {"GEMM_NK": f"{n}x{k}", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = surroundings(n, k, peer.threads)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command(peer, port, n, k),
@@ -150,12 +158,17 @@ def server(peer: Peer, n: int, k: int) -> Iterator[int]:
             stop(process)
 
 
+def surroundings(n: int, k: int, threads: int = 1) -> dict[str, str]:
+    shape = {"GEMM_NK": f"{n}x{k}", "GEMM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+    return os.environ | shape | {"PYTHONUNBUFFERED": "1"}
+
+
 def command(peer: Peer, port: int, n: int, k: int) -> list[str]:
     if peer.name.startswith("gemmwire"):
         layer = f"bench={n}x{k}"
         start = [sys.executable, "-m", "gemmwire_service", "--random-layer", layer, "--port", str(port)]
-        return [*start, "--cpu-threads", "1", "--device", "cpu", *peer.arguments]
-    return [str(PEERS_VENV / "bin" / "python"), f"{peer.name}.py", str(port)]
+        return [*start, "--device", "cpu", *peer.arguments]
+    return [str(PEERS_VENV / "bin" / "python"), f"{peer.name.removesuffix('_two')}.py", str(port)]
 
 
 def free_port() -> int:
@@ -211,7 +224,8 @@ def measure(loadgen: Path, port: int, cell: Cell, file: Path, seconds: float) ->
 
 def measured(options: argparse.Namespace, loadgen: Path, folder: Path) -> dict[tuple[str, Cell], Result]:
     """The medians over the rounds, of each server and cell."""
-    servers = [peer for peer in PEERS if peer.name not in CLIENTS]
+    servers = [peer for peer in PEERS if peer.name not in (*CLIENTS, RPC)]
+    asks_rpc = options.only is None or RPC in options.only.split(",")
     chosen = [peer for peer in servers if options.only is None or peer.name in options.only.split(",")]
     found: dict[tuple[str, Cell], list[Result]] = {}
     for n, k in dict.fromkeys((cell.n, cell.k) for cell in CELLS):
@@ -226,6 +240,8 @@ def measured(options: argparse.Namespace, loadgen: Path, folder: Path) -> dict[t
             for number in range(options.rounds):
                 print(f"W [{n}, {k}], round {number + 1} of {options.rounds}", file=sys.stderr)
                 for cell in cells:
+                    if asks_rpc and (row := rpc_row(cell, options.seconds)) is not None:
+                        found.setdefault((RPC, cell), []).append(row)
                     for peer, port in ports.items():
                         file = folder / f"{peer.name}-{cell.m}-{cell.k}.http"
                         if not file.exists():
@@ -304,6 +320,32 @@ def timed(call: Callable[[], object], seconds: float) -> Result:
         times.append(1e3 * (time.perf_counter() - began))
     times.sort()
     return Result(times[len(times) // 2], times[len(times) * 99 // 100], 1e3 * len(times) / sum(times))
+
+
+# Peers that are no HTTP.
+
+
+def rpc_row(cell: Cell, seconds: float) -> Result | None:
+    """Both ends are started for it, and waited for."""
+    script = [str(PEERS_VENV / "bin" / "python"), "-W", "ignore", f"{RPC}.py"]
+    place = {"cwd": ROOT / "bench" / "peers", "env": surroundings(cell.n, cell.k), "text": True}
+    port = str(free_port())
+    asked = [str(size) for size in (cell.m, cell.k, cell.clients)]
+    serving = subprocess.Popen([*script, "serve", port], **place)  # type: ignore[call-overload]
+    try:
+        asking = [*script, "ask", port, *asked, str(seconds)]
+        done = subprocess.run(asking, stdout=subprocess.PIPE, timeout=READY_S, **place)  # type: ignore[call-overload]
+        serving.wait(READY_S)
+    except subprocess.TimeoutExpired:
+        print(f"  {cell.title}: no measurement of {RPC}", file=sys.stderr)
+        return None
+    finally:
+        serving.kill()
+    if done.returncode != 0:
+        return None
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    times = sorted(found["times_ms"])
+    return Result(times[len(times) // 2], times[len(times) * 99 // 100], found["per_second"])
 
 
 # Set-up.

@@ -1,4 +1,4 @@
-"""What every peer computes: y = x @ W.T of BF16 bytes, on one thread."""
+"""What every peer computes: y = x @ W.T of BF16 bytes, on one thread unless told otherwise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import torch
 
 N, K = (int(size) for size in os.environ["GEMM_NK"].split("x"))
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("GEMM_THREADS", "1")))
 WEIGHT = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
 

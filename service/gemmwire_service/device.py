@@ -40,9 +40,13 @@ GRAPH_BUDGET = 4 << 30  # bytes
 
 @dataclass(frozen=True)
 class Job:
-    """Work that is not a forward (load, refit): it runs once the requests that came before it are done."""
+    """Work that is not a forward (load, refit): it runs once the requests that came before it are done.
+
+    `failed` hears of it where the device cannot be set up for it; what `run` raises it tells its own waiters.
+    """
 
     run: Callable[[], None]
+    failed: Callable[[Exception], None] | None = None
 
 
 class Device:
@@ -98,20 +102,25 @@ class Device:
             for job in self._jobs():
                 try:
                     with self._turn:
-                        self._set_up()
+                        self._set_up(job)
                         job.run()
                 except Exception as error:  # a job tells its own waiters; the thread serves on
                     log.exception("a job failed on the device thread")
                     if self._note_loss(error):
                         self._report(Done([], [], lost=self.lost))
 
-    def _set_up(self) -> None:
+    def _set_up(self, job: Job) -> None:
         """At the first job: what a CUDA device is driven by belongs to the thread that drives it."""
         if self._machine is None or self._pipeline is not None:
             return
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # FlashInfer launches on the current device, whatever x is on
-        self._pipeline = Pipeline(self._machine(), self.ladder)
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # FlashInfer launches on it, whatever x is on
+            self._pipeline = Pipeline(self._machine(), self.ladder)
+        except Exception as error:
+            if job.failed is not None:
+                job.failed(error)
+            raise
 
     def enter(self, context: AbstractContextManager[None]) -> None:
         """Have the rest of this thread's life run in a context; called by a job."""

@@ -76,7 +76,7 @@ class Engine:
         """Start the device thread and loading; returns at once. Called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._device.start()
-        self._device.put(Job(self._load_layers))
+        self._device.put(Job(self._load_layers, lambda error: self._call(self._loaded, {}, error)))
 
     async def stop(self) -> None:
         """Refuse what comes, answer what waits, end the device thread."""

@@ -73,4 +73,15 @@ def choose_device(name: str) -> torch.device:
             expected="cpu",
             got=name,
         )
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise SettingsError(
+            f"--device is {name}, but there are {count} CUDA devices here, cuda:0 to cuda:{count - 1}; "
+            "choose one of them",
+            expected=f"cuda:0 to cuda:{count - 1}",
+            got=name,
+        )
+    return torch.device("cuda", index)  # to make it current takes its number

@@ -25,6 +25,7 @@ from gemmwire_service.engine import Engine, State
 from gemmwire_service.errors import DeadlineExceeded, DeviceFailed, Draining, NotReady, QueueFull
 from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
+from gemmwire_service.pipeline import Machine
 from gemmwire_service.routes import Route, Routes
 from http_calls import datatype, raw
 from oracle import assert_rows_close, reference, spread
@@ -329,6 +330,30 @@ def test_a_job_that_raises_does_not_end_the_device(caplog: pytest.LogCaptureFixt
 
     run(test)
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_device_that_cannot_be_set_up_fails_the_load() -> None:
+    """Guards: a server that is loading for ever."""
+
+    def broken() -> Machine:
+        raise RuntimeError("no such device")
+
+    async def test() -> None:
+        ended = asyncio.Event()
+        engine = Engine(
+            lambda report: Device(torch.device("cpu"), Ladder.up_to(8), report, machine=broken),
+            lambda device: [],
+            max_queue=8,
+            max_queue_bytes=1 << 20,
+            on_loaded=lambda engine: ended.set(),
+        )
+        engine.start()
+        await asyncio.wait_for(ended.wait(), 30)
+        assert engine.state is State.FAILED
+        assert "no such device" in str(engine.failure)
+        await engine.stop()
+
+    run(test)
 
 
 def test_stopping_answers_what_waits_and_refuses_what_comes() -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.device import Device
-from gemmwire_service.errors import CheckpointError
+from gemmwire_service.errors import CheckpointError, SettingsError
 from gemmwire_service.layer import Layer
 from gemmwire_service.loader import load_layers
+from gemmwire_service.loading import choose_device
 from gemmwire_service.mxfp8.layout import ScaleLayout, swizzle
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.settings import Settings
@@ -71,3 +72,22 @@ def test_a_second_start_takes_what_the_first_quantized(
 
     monkeypatch.setattr(MxWeight, "from_float", lambda *given: pytest.fail("quantized again"))
     assert {layer.source_dtype for layer in load(options)} == {"BF16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
+def test_a_device_has_its_number(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: --device cuda, which torch.cuda.set_device does not take."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(choose_device(name)) == device
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SettingsError, match="there are 2 CUDA devices here, cuda:0 to cuda:1"):
+        choose_device("cuda:2")
