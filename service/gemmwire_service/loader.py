@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from .errors import SettingsError
 from .layer import Layer, Measured
 from .mxfp8.fake import keep_compiled_in
 from .mxfp8.weight import MxWeight
+from .partition import PartOfCheckpoint, Share
 from .plans import Environment, PlanStore
 from .progress import Progress
 from .refit_folder import RefitFolder
@@ -55,9 +56,13 @@ class Loader:
         Errors: SettingsError, CheckpointError, BackendError.
         """
         names: set[str] = set()
-        for source in self._settings.sources():
-            yield from _unique(self._load_source(self.open(source), device), names)
-        for random in self._settings.random_layers():
+        models: Iterable[Model] = map(self.open, self._settings.sources())
+        randoms = self._settings.random_layers()
+        if self._settings.part:
+            models, randoms = _share_of(Share.of(self._settings.part), list(models), randoms)
+        for model in models:
+            yield from _unique(self._load_source(model, device), names)
+        for random in randoms:
             spec = LayerSpec(random.name, random.n, random.k, bias=False)
             origin = ModelSource("", f"random {random.n}x{random.k}")
             layer = self._serve_newest(spec, partial(_random_weights, random), origin, device)
@@ -162,6 +167,20 @@ class Model:
     def spec(self, name: str) -> LayerSpec:
         n, k, bias = self.checkpoint.spec(name)
         return LayerSpec(self.layer(name), n, k, bias, _parts(self.checkpoint, name))
+
+
+def _share_of(
+    share: Share, models: list[Model], randoms: tuple[RandomLayer, ...]
+) -> tuple[list[Model], tuple[RandomLayer, ...]]:
+    """What of all layers is served here. Errors: SettingsError."""
+    specs = [model.spec(name) for model in models for name in model.checkpoint.names()]
+    sizes = {spec.name: spec.n * spec.k for spec in specs} | {each.name: each.n * each.k for each in randoms}
+    chosen = share.of_all(sizes)
+    here: list[Model] = []
+    for model in models:
+        names = {name for name in model.checkpoint.names() if model.layer(name) in chosen}
+        here.append(Model(model.source, PartOfCheckpoint(model.checkpoint, names, share)))
+    return here, tuple(each for each in randoms if each.name in chosen)
 
 
 def _parts(checkpoint: Checkpoint, name: str) -> tuple[Part, ...]:

@@ -32,6 +32,7 @@ NOT_OFFERED = {
     "fast_path": _PROXY,
     "shm_prefix": _ONE_PROCESS,
     "cuda_shm": _ONE_PROCESS,
+    "part": "placement=partition gives each replica its part",
     "model_root": "a model would be loaded by one replica of many; deploy the application again with "
     "another model, or replace weights through refit_dir",
 }

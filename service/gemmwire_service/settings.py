@@ -24,6 +24,7 @@ DEMO = "demo=glassllm"
 # The server's process makes such objects, or may: no client must get at them.
 _OF_LIBRARIES = ("torch_", "nccl-", "cuda.shm", "psm_", "sem.", "nvshmem", "jemalloc")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_PART = re.compile(r"([1-9][0-9]{0,3})/([1-9][0-9]{0,3})")
 _LARGEST_RANDOM = 1 << 31
 _RANDOM = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -74,6 +75,11 @@ class Settings(BaseSettings):
         "",
         description="folder that servers of one checkpoint share: a weight that one of them is given (refit) "
         "is taken by all, and by those that start later",
+    )
+    part: str = Field(
+        "",
+        description="serve a part of the layers, INDEX/COUNT, as 1/2 and 2/2: split by bytes, and equally by "
+        "every server of the same checkpoint",
     )
     random_layer: Texts = Field((), description="random layer to serve: NAME=NxK; may be repeated")
     backend: str = Field(
@@ -183,6 +189,14 @@ class Settings(BaseSettings):
             raise ValueError("it must be auto, cpu, cuda or cuda:INDEX")
         return value
 
+    @field_validator("part")
+    @classmethod
+    def _part(cls, value: str) -> str:
+        match = _PART.fullmatch(value)
+        if value and (match is None or int(match[1]) > int(match[2])):
+            raise ValueError("it must be INDEX/COUNT, as 1/2 and 2/2 for the halves")
+        return value
+
     @field_validator("shm_prefix")
     @classmethod
     def _shm_prefix(cls, value: str) -> str:
@@ -193,7 +207,12 @@ class Settings(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _one_source_of_weights(self) -> Settings:
+    def _same_on_all_servers(self) -> Settings:
+        if self.part and self.model_root:
+            raise ValueError(
+                "--part is of layers that are there from the start, and a model of --model-root comes as a "
+                "whole; leave one of the two out"
+            )
         if self.refit_dir and self.model_root:
             raise ValueError(
                 "--refit-dir is for layers that all servers have; a model of --model-root is loaded by one "
