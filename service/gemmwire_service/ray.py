@@ -1,49 +1,128 @@
-"""gemmwire under Ray Serve: `serve run gemmwire_service.ray:app model=PATH`, or the same in a config file."""
+"""gemmwire under Ray Serve: `serve run gemmwire_service.ray:app model=PATH`, or the same in a config file.
+
+With placement=replicate every replica has all layers, and Ray's proxy chooses one for each request. With
+placement=partition each of `parts` deployments has some of them, and an ingress in front goes by the layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray import cluster_resources, is_initialized, serve
+from ray.exceptions import RayError
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
+from .errors import NotReady
 from .ray_arguments import Scaling, read_arguments
-from .ray_replica import Replica
+from .ray_ingress import Distributor
+from .ray_replica import Asked, PartReplica, Replica, Told
 from .settings import Settings
 
+log = logging.getLogger("gemmwire.ray")
+
+INGRESS_CPUS = 0.5
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 GRACE_S = 20.0  # for the requests under way at a replica that is told to stop
 
 
+@dataclass(frozen=True)
+class RemotePart:
+    """Errors: NotReady, while Ray has no replica of it or has lost the one that was asked."""
+
+    handle: DeploymentHandle
+
+    async def layers(self) -> list[str]:
+        names: list[str] = await self.handle.layers.remote()
+        return names
+
+    async def ask(self, asked: Asked) -> Told:
+        try:
+            told: Told = await self.handle.ask.remote(asked)
+        except (RayError, RayServeException) as error:
+            log.warning("a part did not answer %s %s: %s", asked.method, asked.path, error)
+            raise NotReady(
+                f"The part that serves this is gone or not there yet ({type(error).__name__}); Ray starts it "
+                "again: try later"
+            ) from error
+        return told
+
+
+class Ingress:
+    """The ingress of a partition, as a deployment."""
+
+    def __init__(self, handles: Sequence[DeploymentHandle], max_body: int) -> None:
+        self._app = Distributor([RemotePart(handle) for handle in handles], max_body)
+
+    def __serve_build_asgi_app__(self) -> Distributor:
+        return self._app
+
+    async def check_health(self) -> None:
+        """The first time, returns once every part has loaded its layers."""
+        await self._app.find_out()
+
+
 def app(arguments: Mapping[str, Any]) -> Application:
     """The application. Errors: SettingsError, before anything is started."""
     read = read_arguments(arguments)
-    return _replicas("gemmwire", read.settings, read.scaling)
+    settings, scaling = read.settings, read.scaling
+    if scaling.placement == "replicate":
+        deployment = serve.deployment(**_replicas("gemmwire", settings, scaling))(serve.ingress()(Replica))
+        return deployment.bind(_of_a_replica(settings, scaling), scaling.most == 1)
+    return _partition(settings, scaling)
 
 
-def _replicas(name: str, settings: Settings, scaling: Scaling) -> Application:
+def _partition(settings: Settings, scaling: Scaling) -> Application:
+    parts = []
+    for index in range(1, scaling.parts + 1):
+        part = settings.model_copy(update={"part": f"{index}/{scaling.parts}"})
+        deployment = serve.deployment(**_replicas(f"part-{index}", part, scaling))(PartReplica)
+        parts.append(deployment.bind(_of_a_replica(part, scaling)))
     options: dict[str, Any] = {
-        "name": name,
+        **_common("gemmwire", settings),
+        "num_replicas": 1,
+        "ray_actor_options": {"num_cpus": INGRESS_CPUS},
+        "max_ongoing_requests": scaling.max_ongoing_requests * scaling.most * scaling.parts,
+    }
+    ingress = serve.deployment(**options)(serve.ingress()(Ingress))
+    return ingress.bind(parts, max(settings.max_body_bytes, settings.max_weights_bytes))
+
+
+def _replicas(name: str, settings: Settings, scaling: Scaling) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        **_common(name, settings),
         "ray_actor_options": {"num_cpus": scaling.num_cpus, "num_gpus": num_gpus(settings, scaling)},
         "max_ongoing_requests": scaling.max_ongoing_requests,
+    }
+    if scaling.most == scaling.min_replicas:
+        return options | {"num_replicas": scaling.min_replicas}
+    return options | {
+        "autoscaling_config": {
+            "min_replicas": scaling.min_replicas,
+            "max_replicas": scaling.most,
+            "target_ongoing_requests": scaling.target_ongoing_requests,
+            "upscale_delay_s": scaling.upscale_delay_s,
+            "downscale_delay_s": scaling.downscale_delay_s,
+            "metrics_interval_s": (interval := min(10.0, scaling.upscale_delay_s / 3)),
+            "look_back_period_s": 3 * interval,
+        }
+    }
+
+
+def _common(name: str, settings: Settings) -> dict[str, Any]:
+    return {
+        "name": name,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_timeout_s": GRACE_S,
         "graceful_shutdown_wait_loop_s": 0.1,
         "logging_config": {"enable_access_log": settings.access_log},
     }
-    if scaling.most == scaling.min_replicas:
-        options["num_replicas"] = scaling.min_replicas
-    else:
-        options["autoscaling_config"] = {
-            "min_replicas": scaling.min_replicas,
-            "max_replicas": scaling.most,
-            "target_ongoing_requests": scaling.target_ongoing_requests,
-        }
-    deployment = serve.deployment(**options)(serve.ingress()(Replica))
-    return deployment.bind(_of_a_replica(settings, scaling).model_dump())
 
 
 def num_gpus(settings: Settings, scaling: Scaling) -> float:
@@ -55,6 +134,7 @@ def num_gpus(settings: Settings, scaling: Scaling) -> float:
     return 1.0 if is_initialized() and cluster_resources().get("GPU") else 0.0
 
 
-def _of_a_replica(settings: Settings, scaling: Scaling) -> Settings:
+def _of_a_replica(settings: Settings, scaling: Scaling) -> dict[str, Any]:
     """Replicas of one host share its cores: each computes with as many threads as Ray set aside for it."""
-    return settings.model_copy(update={"cpu_threads": settings.cpu_threads or max(1, int(scaling.num_cpus))})
+    threads = settings.cpu_threads or max(1, int(scaling.num_cpus))
+    return settings.model_dump() | {"cpu_threads": threads}

@@ -52,6 +52,8 @@ class Scaling(BaseModel):
     target_ongoing_requests: float = Field(
         8.0, gt=0, description="requests under way a replica beyond which there will be more replicas"
     )
+    upscale_delay_s: float = Field(30.0, ge=1, description="seconds of such load before there are more")
+    downscale_delay_s: float = Field(600.0, ge=1, description="seconds of less load before there are fewer")
     max_ongoing_requests: int = Field(
         256, ge=1, description="requests under way at one replica; more wait in Ray's proxy"
     )

@@ -7,30 +7,57 @@ waits before it goes: Ray asks `check_health` for the first two, and runs the ap
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
 
+from gemmwire.wire import WireError
+
 from .app import Service, create_app
+from .endpoint import send_reply
 from .engine import Engine
-from .errors import DeviceFailed, ServiceError
+from .errors import ServiceError
+from .infer import error_reply
 from .logs import configure
 from .settings import Settings
 from .shared_refit import SharedRefit
 
+Fields = list[tuple[bytes, bytes]]
+
+
+class Asked(NamedTuple):
+    """An HTTP request on its way between two replicas; the body is passed on as it came."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: Fields
+    body: bytes = b""
+
+
+class Told(NamedTuple):
+    """The answer to one."""
+
+    status: int
+    headers: Fields
+    body: bytes
+
 
 class Replica:
-    """`settings`: a dump of Settings, whole, so that no variable of a node makes two replicas differ."""
+    """As the ingress of an application: Ray runs the app and its lifespan.
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    `settings`: a dump of Settings, whole, so that no variable of a node makes two replicas differ.
+    `alone`: no other replica has these layers, so that what is counted here is all there is.
+    """
+
+    def __init__(self, settings: dict[str, Any], alone: bool) -> None:
         self._settings = Settings(**settings)
         self._loaded = asyncio.Event()
-        self._service: Service | None = None
+        configure(self._settings)
+        self._front = Front(create_app(self._settings, lambda _: self._loaded.set()), alone)
 
     def __serve_build_asgi_app__(self) -> Front:
-        configure(self._settings)
-        self._service = create_app(self._settings, lambda _: self._loaded.set())
-        return Front(self._service)
+        return self._front
 
     async def check_health(self) -> None:
         """The first time, returns once the layers are loaded.
@@ -43,30 +70,112 @@ class Replica:
             raise _told(failure)
 
     @property
-    def _behind(self) -> Exception | None:
-        shared: SharedRefit | None = self._service.state.shared_refit if self._service else None
-        return shared.failure if shared is not None else None
+    def _engine(self) -> Engine:
+        engine: Engine = self._front.service.state.engine
+        return engine
 
     @property
-    def _engine(self) -> Engine:
-        if self._service is None:
-            raise DeviceFailed("The replica has no app yet; Ray asks for one before anything else")
-        engine: Engine = self._service.state.engine
-        return engine
+    def _behind(self) -> Exception | None:
+        shared: SharedRefit | None = self._front.service.state.shared_refit
+        return shared.failure if shared is not None else None
+
+
+class PartReplica(Replica):
+    """Behind an ingress of ours, for an application of Ray has one: it is asked by calls, and runs the app."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings, alone=False)
+        service = self._front.service
+        self._life = service.router.lifespan_context(service)
+        self._begun = asyncio.ensure_future(self._life.__aenter__())
+
+    async def layers(self) -> list[str]:
+        """Their names, once they are loaded."""
+        await self._loaded.wait()
+        return list(self._engine.layers)
+
+    async def ask(self, asked: Asked) -> Told:
+        """What the app answers."""
+        return await ask(self._front, asked)
+
+    async def check_health(self) -> None:
+        await self._begun
+        await super().check_health()
+
+    async def __del__(self) -> None:
+        """By which Ray ends a replica, once its requests are answered."""
+        await self._life.__aexit__(None, None, None)
 
 
 class Front:
     """What Ray's proxy is answered: bodies as bytes, for it takes no view of a buffer over."""
 
-    def __init__(self, app: Service) -> None:
-        self._app = app
+    def __init__(self, service: Service, alone: bool) -> None:
+        self.service = service
+        self._alone = alone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_bytes(message: Message) -> None:
             body = message.get("body")
             await send(message if isinstance(body, (bytes, type(None))) else {**message, "body": bytes(body)})
 
-        await self._app(scope, receive, send_bytes)
+        if scope["type"] == "http" and scope["path"] == "/metrics" and not self._alone:
+            return await refuse(scope, send_bytes, NOT_ONE_S)
+        return await self.service(scope, receive, send_bytes)
+
+
+NOT_ONE_S = WireError(
+    "route_unknown",
+    "Behind Ray Serve there are several replicas, of which one or another would answer /metrics, each with "
+    "its own counters; scrape Ray's metrics, which name the replica",
+    status=404,
+)
+
+
+async def refuse(scope: Scope, send: Send, error: Exception) -> None:
+    headers = dict(scope["headers"])
+    await send_reply(send, error_reply(error, headers), headers)
+
+
+async def ask(app: Front, asked: Asked) -> Told:
+    """An HTTP request, answered by an ASGI app in this process."""
+    coming: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+    sent: list[Message] = []
+    answered = asyncio.Event()
+
+    async def receive() -> Message:
+        if not coming:
+            await answered.wait()  # the one who asks does not leave before
+            return {"type": "http.disconnect"}
+        return coming.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    try:
+        await app(_scope(asked), receive, send)
+    finally:
+        answered.set()
+    start, *parts = sent
+    bodies = [part.get("body", b"") for part in parts]
+    return Told(start["status"], list(start["headers"]), bodies[0] if len(bodies) == 1 else b"".join(bodies))
+
+
+def _scope(asked: Asked) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": asked.method,
+        "scheme": "http",
+        "path": asked.path,
+        "raw_path": asked.path.encode(),
+        "root_path": "",
+        "query_string": asked.query,
+        "headers": asked.headers,
+        "client": None,
+        "server": None,
+    }
 
 
 def _told(failure: Exception) -> Exception:
