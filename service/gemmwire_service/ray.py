@@ -108,8 +108,6 @@ def _replicas(name: str, settings: Settings, scaling: Scaling) -> dict[str, Any]
             "target_ongoing_requests": scaling.target_ongoing_requests,
             "upscale_delay_s": scaling.upscale_delay_s,
             "downscale_delay_s": scaling.downscale_delay_s,
-            "metrics_interval_s": (interval := min(10.0, scaling.upscale_delay_s / 3)),
-            "look_back_period_s": 3 * interval,
         }
     }
 

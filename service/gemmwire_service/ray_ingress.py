@@ -18,7 +18,7 @@ from gemmwire.wire import WireError
 
 from .body import ClientLeft, declared_length, read_body
 from .errors import EngineError
-from .ray_replica import Asked, Told, refuse
+from .ray_replica import Asked, Told, path_of, refuse
 
 _LAYER = re.compile(r"/v2/(?:models|repository/models)/(?P<layer>[^/]+)(?:/.*)?")
 _INDEX, _STATS, _READY = "/v2/repository/index", "/v2/models/stats", "/v2/health/ready"
@@ -57,7 +57,7 @@ class Distributor:
             length = declared_length(headers, self._max_body)
             body = await read_body(receive, length, self._max_body, 0)
             asked = Asked(
-                scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), bytes(body)
+                scope["method"], path_of(scope), scope["query_string"], list(scope["headers"]), bytes(body)
             )
             told = await self._answer(asked)
         except ClientLeft:

@@ -81,7 +81,7 @@ class Replica:
 
 
 class PartReplica(Replica):
-    """Behind an ingress of ours, for an application of Ray has one: it is asked by calls, and runs the app."""
+    """Behind an ingress of ours, as an application of Ray has one: asked by calls, it runs the app itself."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings, alone=False)
@@ -119,7 +119,7 @@ class Front:
             body = message.get("body")
             await send(message if isinstance(body, (bytes, type(None))) else {**message, "body": bytes(body)})
 
-        if scope["type"] == "http" and scope["path"] == "/metrics" and not self._alone:
+        if scope["type"] == "http" and path_of(scope) == "/metrics" and not self._alone:
             return await refuse(scope, send_bytes, NOT_ONE_S)
         return await self.service(scope, receive, send_bytes)
 
@@ -130,6 +130,12 @@ NOT_ONE_S = WireError(
     "its own counters; scrape Ray's metrics, which name the replica",
     status=404,
 )
+
+
+def path_of(scope: Scope) -> str:
+    """Without the prefix that the application stands under."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 async def refuse(scope: Scope, send: Send, error: Exception) -> None:
