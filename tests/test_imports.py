@@ -107,6 +107,12 @@ def test_flashinfer_is_imported_inside_functions() -> None:
     assert broken(lambda found: found.of("flashinfer") and found.scope != "function", files) == []
 
 
+def test_ray_is_imported_by_its_application_alone() -> None:
+    """Guards: a server that does not start where Ray is not installed."""
+    files = [path for path in modules(SERVICE) if path != SERVICE / "ray.py"]
+    assert broken(lambda found: found.of("ray"), files) == []
+
+
 def test_nothing_reads_a_format_that_runs_code() -> None:
     """Guards: a checkpoint or a request body that executes what it carries."""
     everywhere = [ROOT / name for name in ("client", "service", "tests", "bench", "examples")]

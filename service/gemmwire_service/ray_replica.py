@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gemmwire.wire import WireError
 
@@ -143,7 +143,7 @@ async def refuse(scope: Scope, send: Send, error: Exception) -> None:
     await send_reply(send, error_reply(error, headers), headers)
 
 
-async def ask(app: Front, asked: Asked) -> Told:
+async def ask(app: ASGIApp, asked: Asked) -> Told:
     """An HTTP request, answered by an ASGI app in this process."""
     coming: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
     sent: list[Message] = []
