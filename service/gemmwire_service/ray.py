@@ -7,6 +7,7 @@ placement=partition each of `parts` deployments has some of them, and an ingress
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from torch import cuda
 
-from .errors import NotReady
+from .errors import NotReady, SettingsError
 from .ray_arguments import Scaling, read_arguments
 from .ray_ingress import Distributor
 from .ray_replica import Asked, PartReplica, Replica, Told
@@ -124,12 +126,29 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def num_gpus(settings: Settings, scaling: Scaling) -> float:
-    """One for each replica; none where the device is the CPU, or the cluster has only that."""
+    """One for each replica, none where the device is the CPU. `auto` is what the cluster has, or, before it is
+    reached, this machine. Errors: SettingsError where the cluster is of other machines, and not reached yet."""
     if scaling.num_gpus is not None:
         return scaling.num_gpus
     if settings.device != "auto":
         return 0.0 if settings.device == "cpu" else 1.0
-    return 1.0 if is_initialized() and cluster_resources().get("GPU") else 0.0
+    if is_initialized():
+        found, where = bool(cluster_resources().get("GPU")), "the cluster"
+    elif "RAY_ADDRESS" in os.environ:
+        raise SettingsError(
+            "Argument device is 'auto', and the cluster at RAY_ADDRESS is not reached yet; say device=cuda for "
+            "one GPU a replica, or device=cpu",
+            expected=["cuda", "cpu"],
+            got="auto",
+        )
+    else:
+        found, where = cuda.is_available(), "this machine"
+    log.warning("device=auto: %s has %s GPU, and each replica gets %s", where, *_counted(found))
+    return 1.0 if found else 0.0
+
+
+def _counted(found: bool) -> tuple[str, str]:
+    return ("a", "one") if found else ("no", "none; say device=cuda where GPUs come later")
 
 
 def _of_a_replica(settings: Settings, scaling: Scaling) -> dict[str, Any]:
