@@ -126,8 +126,9 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def num_gpus(settings: Settings, scaling: Scaling) -> float:
-    """One for each replica, none where the device is the CPU. `auto` is what the cluster has, or, before it is
-    reached, this machine. Errors: SettingsError where the cluster is of other machines, and not reached yet."""
+    """One for each replica, none where the device is the CPU; `auto` goes by what the cluster has, or, before
+    it is reached, this machine. Errors: SettingsError where the cluster is not this machine, nor reached yet.
+    """
     if scaling.num_gpus is not None:
         return scaling.num_gpus
     if settings.device != "auto":
@@ -136,8 +137,8 @@ def num_gpus(settings: Settings, scaling: Scaling) -> float:
         found, where = bool(cluster_resources().get("GPU")), "the cluster"
     elif "RAY_ADDRESS" in os.environ:
         raise SettingsError(
-            "Argument device is 'auto', and the cluster at RAY_ADDRESS is not reached yet; say device=cuda for "
-            "one GPU a replica, or device=cpu",
+            "Argument device is 'auto', and the cluster at RAY_ADDRESS is not reached yet; say device=cuda "
+            "for one GPU a replica, or device=cpu",
             expected=["cuda", "cpu"],
             got="auto",
         )
