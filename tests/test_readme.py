@@ -23,6 +23,7 @@ from gemmwire_service.accuracy import command as accuracy
 from gemmwire_service.doctor.command import parser
 from gemmwire_service.errors import SettingsError
 from gemmwire_service.quantize import command as quantize
+from gemmwire_service.ray_arguments import read_arguments
 from gemmwire_service.settings import load
 from serving import Served
 from source_tree import ROOT, dev_script, relative
@@ -128,6 +129,14 @@ def check_file(words: list[str], variables: dict[str, str]) -> None:
         assert (ROOT / words[0]).is_file()
 
 
+def check_ray_serve(words: list[str], variables: dict[str, str]) -> None:
+    assert words[0] in ("run", "deploy", "status")
+    if words[1:2] == ["gemmwire_service.ray:app"]:
+        read_arguments(dict(word.split("=", 1) for word in words[2:]))
+    else:
+        check_file(words[1:], variables)
+
+
 def unchecked(words: list[str], variables: dict[str, str]) -> None:
     """A tool of others, whose arguments are its own."""
 
@@ -139,6 +148,8 @@ CHECKS: dict[str, Check] = {
     "make": check_make,
     "pip": check_pip,
     "python": check_file,
+    ".venv-ray/bin/python": check_file,
+    "serve": check_ray_serve,
     ".ci/run": unchecked,
     **dict.fromkeys(("git", "cd", "curl", "docker", "export", "kill", "ls", "apt-get"), unchecked),
 }

@@ -75,7 +75,7 @@ def app(arguments: Mapping[str, Any]) -> Application:
     settings, scaling = read.settings, read.scaling
     if scaling.placement == "replicate":
         deployment = serve.deployment(**_replicas("gemmwire", settings, scaling))(serve.ingress()(Replica))
-        return deployment.bind(_of_a_replica(settings, scaling), scaling.most == 1)
+        return deployment.bind(_of_a_replica(settings, scaling), scaling.most > 1)
     return _partition(settings, scaling)
 
 
@@ -84,7 +84,7 @@ def _partition(settings: Settings, scaling: Scaling) -> Application:
     for index in range(1, scaling.parts + 1):
         part = settings.model_copy(update={"part": f"{index}/{scaling.parts}"})
         deployment = serve.deployment(**_replicas(f"part-{index}", part, scaling))(PartReplica)
-        parts.append(deployment.bind(_of_a_replica(part, scaling)))
+        parts.append(deployment.bind(_of_a_replica(part, scaling), scaling.most > 1))
     options: dict[str, Any] = {
         **_common("gemmwire", settings),
         "num_replicas": 1,

@@ -7,6 +7,7 @@ waits before it goes: Ray asks `check_health` for the first two, and runs the ap
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,14 +48,14 @@ class Replica:
     """As the ingress of an application: Ray runs the app and its lifespan.
 
     `settings`: a dump of Settings, whole, so that no variable of a node makes two replicas differ.
-    `alone`: no other replica has these layers, so that what is counted here is all there is.
+    `several`: there may be other replicas with these layers.
     """
 
-    def __init__(self, settings: dict[str, Any], alone: bool) -> None:
+    def __init__(self, settings: dict[str, Any], several: bool) -> None:
         self._settings = Settings(**settings)
         self._loaded = asyncio.Event()
         configure(self._settings)
-        self._front = Front(create_app(self._settings, lambda _: self._loaded.set()), alone)
+        self._front = Front(create_app(self._settings, lambda _: self._loaded.set()), several)
 
     def __serve_build_asgi_app__(self) -> Front:
         return self._front
@@ -83,8 +84,8 @@ class Replica:
 class PartReplica(Replica):
     """Behind an ingress of ours, as an application of Ray has one: asked by calls, it runs the app itself."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__(settings, alone=False)
+    def __init__(self, settings: dict[str, Any], several: bool) -> None:
+        super().__init__(settings, several)
         service = self._front.service
         self._life = service.router.lifespan_context(service)
         self._begun = asyncio.ensure_future(self._life.__aenter__())
@@ -108,28 +109,46 @@ class PartReplica(Replica):
 
 
 class Front:
-    """What Ray's proxy is answered: bodies as bytes, for it takes no view of a buffer over."""
+    """What Ray's proxy is answered: bodies as bytes, for it takes no view of a buffer over.
 
-    def __init__(self, service: Service, alone: bool) -> None:
+    Of several replicas one does not answer for all.
+    """
+
+    def __init__(self, service: Service, several: bool) -> None:
         self.service = service
-        self._alone = alone
+        self._refused = dict(OF_ONE) if several else {}
+        if service.state.shared_refit is not None:
+            self._refused.pop(REFIT, None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_bytes(message: Message) -> None:
             body = message.get("body")
             await send(message if isinstance(body, (bytes, type(None))) else {**message, "body": bytes(body)})
 
-        if scope["type"] == "http" and path_of(scope) == "/metrics" and not self._alone:
-            return await refuse(scope, send_bytes, NOT_ONE_S)
+        if scope["type"] == "http" and self._refused:
+            called = f"{scope['method']} {path_of(scope)}"
+            for pattern, error in self._refused.items():
+                if pattern.fullmatch(called):
+                    return await refuse(scope, send_bytes, error)
         return await self.service(scope, receive, send_bytes)
 
 
-NOT_ONE_S = WireError(
-    "route_unknown",
-    "Behind Ray Serve there are several replicas, of which one or another would answer /metrics, each with "
-    "its own counters; scrape Ray's metrics, which name the replica",
-    status=404,
-)
+METRICS = re.compile("GET /metrics")
+REFIT = re.compile("PUT /v2/repository/models/[^/]+/weights")
+OF_ONE = {
+    METRICS: WireError(
+        "route_unknown",
+        "Behind Ray Serve there are several replicas, of which one or another would answer /metrics, each "
+        "with its own counters; scrape Ray's metrics, which name the replica",
+        status=404,
+    ),
+    REFIT: WireError(
+        "refit_unshared",
+        "There are several replicas, and one of them would have the new weight; deploy the application with "
+        "refit_dir=FOLDER, which all nodes see",
+        expected="refit_dir",
+    ),
+}
 
 
 def path_of(scope: Scope) -> str:

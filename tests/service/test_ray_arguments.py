@@ -7,6 +7,9 @@ import pytest
 from gemmwire_service.errors import SettingsError
 from gemmwire_service.ray_arguments import NOT_OFFERED, Scaling, read_arguments
 from gemmwire_service.settings import Settings
+from source_tree import ROOT
+
+FIELDS = Scaling.model_fields
 
 
 def test_words_of_a_command_line_are_typed() -> None:
@@ -62,3 +65,14 @@ def test_no_name_has_two_meanings() -> None:
     """Guards: a setting of the service that an argument of the scaling takes away."""
     assert not set(Scaling.model_fields) & set(Settings.model_fields)
     assert set(NOT_OFFERED) <= set(Settings.model_fields)
+
+
+def test_the_page_has_every_argument() -> None:
+    """Guards: an argument that nobody finds, and a page that promises another default."""
+    page = (ROOT / "docs" / "ray.md").read_text()
+    rows = [f"| `{name}` | {shown(field.default)} | {field.description} |" for name, field in FIELDS.items()]
+    assert [row for row in rows if row not in page] == []
+
+
+def shown(default: object) -> str:
+    return "" if default is None else f"`{default}`"

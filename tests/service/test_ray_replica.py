@@ -28,7 +28,7 @@ def run(options: Settings, use: Callable[[PartReplica], Awaitable[T]]) -> T:
     """What `use` makes of a replica that has begun."""
 
     async def whole() -> T:
-        replica = PartReplica(options.model_dump())
+        replica = PartReplica(options.model_dump(), several=True)
         await replica._begun
         try:
             return await use(replica)
@@ -122,13 +122,27 @@ def test_one_of_several_does_not_answer_metrics_for_all() -> None:
 
     async def use(replica: PartReplica) -> tuple[Told, Told]:
         asked = Asked("GET", "/metrics", b"", [])
-        alone = Front(replica._front.service, alone=True)
+        alone = Front(replica._front.service, several=False)
         return await replica.ask(asked), await ask(alone, asked)
 
     several, one = run(settings(random_layer=(f"{LAYER}=64x128",)), use)
     assert (several.status, document(several)["code"]) == (404, "route_unknown")
     assert one.status == 200
     assert b"gemmwire" in one.body
+
+
+def test_a_weight_for_one_of_several_is_refused_unless_they_share_it(tmp_path: Path) -> None:
+    """Guards: replicas whose weights differ, each under version 1 or 2 of its own."""
+    put = Asked("PUT", f"/v2/repository/models/{LAYER}/weights", b"", [(b"content-length", b"0")])
+
+    async def use(replica: PartReplica) -> Told:
+        await replica.check_health()
+        return await replica.ask(put)
+
+    refused = run(settings(random_layer=(f"{LAYER}=64x128",)), use)
+    assert (refused.status, document(refused)["code"]) == (400, "refit_unshared")
+    shared = run(settings(random_layer=(f"{LAYER}=64x128",), refit_dir=str(tmp_path)), use)
+    assert document(shared)["code"] == "weights_invalid"
 
 
 def test_a_part_that_is_gone_is_a_503_of_its_layers_alone() -> None:
