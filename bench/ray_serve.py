@@ -1,7 +1,6 @@
 """What Ray Serve costs a request: one replica behind Ray's proxy, its HAProxy mode and a partition's ingress.
 
-    ./dev test-ray --version         # makes .venv-ray
-    .venv-ray/bin/python bench/ray_serve.py
+    ./dev bench ray_serve            # in .venv-ray, as ./dev test-ray
 
 Beside gemmwire-serve itself, asked directly. The same layer, computed by the same emulation on one thread, is
 asked by the SDK: by one caller for the latency, by eight for the rate. Each way is a process of its own, one

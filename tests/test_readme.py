@@ -148,7 +148,6 @@ CHECKS: dict[str, Check] = {
     "make": check_make,
     "pip": check_pip,
     "python": check_file,
-    ".venv-ray/bin/python": check_file,
     "serve": check_ray_serve,
     ".ci/run": unchecked,
     **dict.fromkeys(("git", "cd", "curl", "docker", "export", "kill", "ls", "apt-get"), unchecked),
