@@ -89,6 +89,13 @@ def test_what_another_host_cannot_mend_is_the_answer(error: GemmwireError) -> No
     assert play([error]) == ([0], error)
 
 
+def test_a_host_that_let_a_call_time_out_is_set_aside() -> None:
+    """Guards: a host that hangs, which looks idle as soon as its calls are given up."""
+    balancer = Balancer(2)
+    play([TimedOut("late")], balancer=balancer)
+    assert [host.failures for host in balancer._hosts] == [1, 0]
+
+
 def test_where_all_are_lost_the_error_names_each() -> None:
     _, ended = play([ConnectionFailed("a is off"), ConnectionFailed("b too"), ConnectionFailed("s also")])
     assert isinstance(ended, ConnectionFailed)

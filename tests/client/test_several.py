@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_a_call_goes_from_a_server_that_is_lost_to_another(
                 assert np.array_equal(call("infer", "a", X), Y)
     assert len(good.requests) == 6
     assert len(bad.requests) == (0 if lost == "refused" else 1)  # and is aside after that
+
+
+@either
+def test_the_next_server_is_told_the_time_that_is_left(kind: type[Client]) -> None:
+    """Guards: a server that computes for a caller who has gone."""
+
+    def slow(session: Session, served: Served) -> None:
+        dying(session, served)
+        time.sleep(0.2)
+
+    with several(slow, layer) as served, calling(kind, urls(served), timeout=20) as call:
+        assert np.array_equal(call("infer", "a", X, min_version=7), Y)
+    told = []
+    for each in served:
+        (request,) = each.requests
+        head = request.body[: int(request.headers["inference-header-content-length"])]
+        told.append(json.loads(head)["parameters"])
+    assert [each["minimum_version"] for each in told] == [7, 7]
+    assert told[0]["timeout"] == 20_000_000
+    assert told[1]["timeout"] <= 19_800_000
 
 
 @either
