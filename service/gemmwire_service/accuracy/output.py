@@ -16,7 +16,8 @@ from .tile import Tile
 
 @dataclass(frozen=True)
 class OutputFigures:
-    """Errors are ||y' - y|| / ||y||: `relative_error` over all rows, `row_error` of single ones.
+    """Errors are ||y' - y|| / ||y||: `row_error` of single rows; `relative_error` over all of them, which a
+    few with a large y decide.
 
     y = x @ W.T of the unquantized x and weight; y' of x and weight in MXFP8, x by way of BF16 as it is
     served; both in float64, without the bias, which is not quantized. weight_only: over all rows, with x as
@@ -25,8 +26,8 @@ class OutputFigures:
     """
 
     rows: int
-    relative_error: float
     row_error: Spread
+    relative_error: float
     weight_only: float
     worst_rows: list[tuple[int, float]]
     zero_rows: int
@@ -56,8 +57,8 @@ class OutputMeter:
         signal = float(self._signal.sum())
         return OutputFigures(
             rows=len(errors),
+            row_error=Spread.of(errors, self._signal),
             relative_error=relative(float(self._noise.sum()), signal),
-            row_error=Spread.of(errors),
             weight_only=relative(float(self._alone.sum()), signal),
             worst_rows=worst(errors),
             zero_rows=int((self._signal == 0).sum()),

@@ -13,16 +13,19 @@ WORST = 8  # rows or blocks that are named
 
 @dataclass(frozen=True)
 class Spread:
-    """Quantiles of the relative errors of rows, by nearest rank: each is the error of some row."""
+    """Quantiles of the relative errors of rows, by nearest rank: each is the error of some row. Rows of zeros
+    that stay zeros, such as padding, are not counted: they would hide what happens to the others."""
 
     median: float
     p99: float
     worst: float
 
     @classmethod
-    def of(cls, errors: Tensor) -> Spread:
-        """errors: float64 [m], m at least 1."""
-        ranked = errors.sort().values
+    def of(cls, errors: Tensor, signal: Tensor) -> Spread:
+        """errors: float64 [m]; signal: what they are relative to. All 0 where no row is left."""
+        ranked = errors[(signal > 0) | (errors > 0)].sort().values
+        if not len(ranked):
+            return cls(0.0, 0.0, 0.0)
         return cls(*(float(ranked[math.ceil(share * len(ranked)) - 1]) for share in (0.5, 0.99, 1.0)))
 
 

@@ -92,8 +92,8 @@ def _weight(figures: WeightFigures) -> dict[str, Any]:
 def _output(figures: OutputFigures) -> dict[str, Any]:
     return {
         "rows": figures.rows,
-        "relative_error": figures.relative_error,
         "row_error": asdict(figures.row_error),
+        "relative_error": figures.relative_error,
         "weight_only": figures.weight_only,
         "zero_rows": figures.zero_rows,
         "worst_rows": [{"row": row, "relative_error": error} for row, error in figures.worst_rows],

@@ -26,7 +26,7 @@ def _row(layer: dict[str, Any], kinds: list[str], labels: dict[str, str]) -> lis
         layer["name"],
         f"{layer['n']} x {layer['k']}",
         "exact" if sqnr is None else f"{float(sqnr):.1f} dB",
-        *(_percent(outputs[kind]["relative_error"]) if kind in outputs else "-" for kind in kinds),
+        *(_percent(outputs[kind]["row_error"]["median"]) if kind in outputs else "-" for kind in kinds),
         _percent(weight["flushed"]),
         labels[layer["verdict"]],
     ]

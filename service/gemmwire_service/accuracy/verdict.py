@@ -11,7 +11,7 @@ from .weight import WeightFigures
 
 FINE, LOOK, KEEP = VERDICTS = ("fine", "look", "keep")  # each is worse than those before it
 LABELS = {FINE: "fine", LOOK: "look", KEEP: "keep in BF16"}
-ROWS_FROM = 32  # N from which on single rows count: with few outputs a y near zero makes any error large
+ROWS_FROM = 32  # N from which on the worst rows count: with few outputs a y near zero makes any error large
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Limit:
 
 
 WEIGHT = Limit("weight", "relative error of the weight", 0.04, 0.08)
-OUTPUT = Limit("output", "relative error of the output over all rows", 0.06, 0.15)
-ROWS = Limit("rows", f"relative error of the row at the 99th percentile, where N >= {ROWS_FROM}", 0.12, 0.5)
+OUTPUT = Limit("output", "output error of the median row of x", 0.06, 0.15)
+ROWS = Limit("rows", f"output error of the row at the 99th percentile, where N >= {ROWS_FROM}", 0.12, 0.5)
 FLUSHED = Limit("flushed", "share of the weight's elements that become zero", 0.01, 0.1)
 LIMITS = (WEIGHT, OUTPUT, ROWS, FLUSHED)
 
@@ -52,7 +52,7 @@ def judge(n: int, weight: WeightFigures, outputs: Mapping[str, OutputFigures]) -
         _above(FLUSHED, weight.fidelity.share(weight.fidelity.flushed), ""),
     ]
     for kind in (CAPTURED,) if CAPTURED in outputs else outputs:
-        found.append(_above(OUTPUT, outputs[kind].relative_error, kind))
+        found.append(_above(OUTPUT, outputs[kind].row_error.median, kind))
         if n >= ROWS_FROM:
             found.append(_above(ROWS, outputs[kind].row_error.p99, kind))
     above = [each for each in found if each is not None]
@@ -68,5 +68,5 @@ def _above(limit: Limit, value: float, kind: str) -> tuple[str, str] | None:
     if value <= limit.look:
         return None
     verdict, bound = (KEEP, limit.keep) if value > limit.keep else (LOOK, limit.look)
-    on = f" on {kind} x" if kind else ""
-    return verdict, f"{limit.what}{on} is {value:.3g}, above {bound:g}"
+    on = f"{kind} x: " if kind else ""
+    return verdict, f"{on}{limit.what} is {value:.3g}, above {bound:g}"

@@ -84,7 +84,7 @@ class WeightMeter:
             zero_rows=int((signal == 0).sum()),
             zero_blocks=exponents.pop(-_BIAS, 0),
             exponents=exponents,
-            channels=Spread.of(errors),
+            channels=Spread.of(errors, signal),
             worst_channels=worst(errors),
             worst_blocks=self._blocks,
         )

@@ -210,7 +210,27 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantiles_are_the_errors_of_rows(count: int, expected: tuple[int, int, int]) -> None:
     """By nearest rank: the smallest that at least so large a share of the rows is not above."""
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(3)).double()
-    assert Spread.of(shuffled) == Spread(*map(float, expected))
+    assert Spread.of(shuffled, torch.ones(count)) == Spread(*map(float, expected))
+
+
+def test_rows_of_zeros_hide_no_others() -> None:
+    """Guards: padding, or pruned rows of a weight, as the median of what is measured."""
+    errors = torch.tensor([0.0, 0.0, 0.0, 0.5, math.inf, 0.0], dtype=torch.float64)
+    signal = torch.tensor([0.0, 0.0, 0.0, 2.0, 0.0, 1.0], dtype=torch.float64)
+    assert Spread.of(errors, signal) == Spread(0.5, math.inf, math.inf)
+    assert Spread.of(errors[:3], signal[:3]) == Spread(0.0, 0.0, 0.0)
+
+
+def test_a_few_rows_with_a_large_answer_do_not_speak_for_the_others() -> None:
+    """Over all rows the error is theirs; the median row's is its own."""
+    x = torch.zeros(5, 64)
+    x[:4, :2] = torch.tensor([448.0, 1.0625]) / 2.0**10
+    x[4, 2] = 2.0**20
+    weight = picks(40, 64)
+    weight[:, 0] = 0  # what took the bits of 1.0625 is not looked at
+    found = measured(weight, x=x).outputs["x"]
+    assert found.row_error.median == pytest.approx(1 / 17, rel=1e-12)
+    assert found.relative_error < 1e-6
 
 
 def test_the_worst_are_the_largest_and_the_first_of_equals() -> None:

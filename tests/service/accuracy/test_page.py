@@ -138,7 +138,7 @@ def test_it_asks_for_nothing(browser: Browser, folder: Path) -> None:
 def test_infinite_errors_are_drawn(browser: Browser, folder: Path, tmp_path: Path) -> None:
     found = json.loads((folder / "accuracy.json").read_text())
     output = found["layers"][0]["outputs"]["gaussian"]
-    output["relative_error"] = output["row_error"]["worst"] = "Infinity"
+    output["row_error"]["median"] = output["row_error"]["worst"] = "Infinity"
     output["worst_rows"] = [{"row": 5, "relative_error": "Infinity"}, {"row": 1, "relative_error": 0.5}]
     found["layers"][0]["weight"]["sqnr_db"] = "-Infinity"
     (tmp_path / "accuracy.html").write_text(render(found))
