@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from gemmwire_service.checkpoint.base import listed, shown
 from gemmwire_service.checkpoint.linear import FLOATS
 from gemmwire_service.checkpoint.safetensors_file import SafetensorsFile
 from gemmwire_service.errors import CheckpointError
+
+from .inputs import Rows
 
 _HOW = "record them from the model of this checkpoint with gemmwire.nn.capture"
 
@@ -40,15 +41,16 @@ class Calibration:
             self._check(name, sizes[name])
         self.notes = self._notes(path, sizes)
 
-    def rows(self, name: str, limit: int) -> Tensor | None:
+    def rows(self, name: str, limit: int) -> Rows | None:
         """At most `limit` evenly spaced rows [m, K] of a layer, or None: the file has none. Raises
         CheckpointError, at a NaN or Inf too."""
         if name not in self._names:
             return None
         count = self._file.tensors[name].shape[0]
         chosen = torch.linspace(0, count - 1, min(count, limit), dtype=torch.float64).round().long().tolist()
-        x = self._file.rows(name, chosen)
-        return _check_finite(x, chosen, self._file.where(name))
+        found = Rows(self._file.rows(name, chosen), chosen)
+        _check_finite(found, self._file.where(name))
+        return found
 
     def _check(self, name: str, k: int) -> None:
         info, where = self._file.tensors[name], self._file.where(name)
@@ -83,17 +85,16 @@ class Calibration:
         return tuple(notes)
 
 
-def _check_finite(x: Tensor, rows: list[int], where: str) -> Tensor:
-    """x itself. Raises CheckpointError at its first number that is not finite in BF16, as x is served."""
-    bad = ~x.bfloat16().isfinite()
+def _check_finite(rows: Rows, where: str) -> None:
+    """Raises CheckpointError at the first number that is not finite in BF16, as x is served."""
+    bad = ~rows.x.bfloat16().isfinite()
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
-        value = float(x[row, column])
+        value = float(rows.x[row, column])
         raise CheckpointError(
-            f"{where}: holds {value:g} at [{rows[row]}, {column}], which is not finite in BF16, as which "
-            "x is served: such a row is answered with NaN, and has no error that could be measured; leave it "
-            "out, or find out why the model makes it",
+            f"{where}: holds {value:g} at [{rows.numbers[row]}, {column}], which is not finite in BF16, as "
+            "which x is served: such a row is answered with NaN, and has no error that could be measured; leave "
+            "it out, or find out why the model makes it",
             expected="|x| <= 3.39e38",
             got=f"{value:g}",
         )
-    return x

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
 CHANNELS = 128  # of K, one is an outlier, and at least one
 EXPONENTS = (4, 10)  # an outlier channel is larger by 2^4 to 2^10, both ends included
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """x: finite BF16, F16 or F32 [m, K]; numbers: of each row, where it stands in what it is from."""
+
+    x: Tensor
+    numbers: Sequence[int]
+
+    @classmethod
+    def whole(cls, x: Tensor) -> Rows:
+        return cls(x, range(len(x)))
 
 
 def gaussian(rows: int, k: int, generator: Generator) -> Tensor:
@@ -35,10 +48,10 @@ SYNTHETIC: Mapping[str, Draw] = {"gaussian": gaussian, "outliers": outliers}
 CAPTURED = "captured"
 
 
-def synthetic(layer: str, rows: int, k: int, seed: int) -> dict[str, Tensor]:
+def synthetic(layer: str, rows: int, k: int, seed: int) -> dict[str, Rows]:
     """x BF16 [rows, K] of each kind: of a layer, they follow from its name, K and the seed alone."""
     made = {}
     for kind, draw in SYNTHETIC.items():
         generator = Generator().manual_seed(zlib.crc32(f"{seed}:{kind}:{layer}:{k}".encode()))
-        made[kind] = draw(rows, k, generator)
+        made[kind] = Rows.whole(draw(rows, k, generator))
     return made

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from .inputs import Rows
 from .output import OutputFigures, OutputMeter
 from .source import SourceLayer
 from .tile import tiles
@@ -27,10 +26,10 @@ class LayerFigures:
     judged: Judged
 
 
-def measure(layer: SourceLayer, inputs: Mapping[str, Tensor]) -> LayerFigures:
-    """inputs: x [m, K] by kind. Memory: the layer in hand, its quantized form, and pieces of a few MB."""
+def measure(layer: SourceLayer, inputs: Mapping[str, Rows]) -> LayerFigures:
+    """inputs: by kind of x. Memory: the layer in hand, its quantized form, and pieces of a few MB."""
     weight = WeightMeter(mean_of(layer.weight))
-    outputs = {kind: OutputMeter(x) for kind, x in inputs.items()}
+    outputs = {kind: OutputMeter(rows) for kind, rows in inputs.items()}
     for tile in tiles(layer.weight, layer.mx):
         weight.add(tile)
         for meter in outputs.values():

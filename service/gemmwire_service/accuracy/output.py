@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gemmwire_service.mxfp8.fidelity import Fidelity, relative
 from gemmwire_service.mxfp8.format import BLOCK, dequantize, quantize
 
+from .inputs import Rows
 from .ranking import Spread, relative_errors, worst
 from .tile import Tile
 
@@ -36,9 +36,10 @@ class OutputFigures:
 
 
 class OutputMeter:
-    """Takes the tiles of the weight; x: finite BF16, F16 or F32 [m, K]."""
+    """Takes the tiles of the weight."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, rows: Rows) -> None:
+        x, self._numbers = rows.x, rows.numbers
         self._exact = x.double()
         rounded = torch.nn.functional.pad(x.bfloat16(), (0, -x.shape[1] % BLOCK))
         codes, scales = quantize(rounded)
@@ -60,7 +61,7 @@ class OutputMeter:
             row_error=Spread.of(errors, self._signal),
             relative_error=relative(float(self._noise.sum()), signal),
             weight_only=relative(float(self._alone.sum()), signal),
-            worst_rows=worst(errors),
+            worst_rows=[(self._numbers[row], error) for row, error in worst(errors)],
             zero_rows=int((self._signal == 0).sum()),
             x=self._fidelity,
             x_largest=float(self._exact.abs().max()),

@@ -331,10 +331,10 @@ def test_a_real_model_s_rows_reach_its_report(tmp_path: Path) -> None:
     )
     assert calibration.notes == ()
     for name in source.names:
-        x = calibration.rows(name, 32)
-        assert x is not None
-        assert len(x) == min(32, ids.numel() * 4)
-        found = measure(source.read(name), {CAPTURED: x})
+        rows = calibration.rows(name, 32)
+        assert rows is not None
+        assert len(rows.x) == min(32, ids.numel() * 4)
+        found = measure(source.read(name), {CAPTURED: rows})
         assert found.judged.verdict == "fine", found.judged.reasons
         assert 0.005 < found.outputs[CAPTURED].relative_error < 0.06
 

@@ -25,8 +25,8 @@ def test_rows_are_those_of_the_file_in_its_dtype(tmp_path: Path, dtype: torch.dt
     x = torch.arange(5 * 64).view(5, 64).to(dtype)
     found = calibration(tmp_path, {"up": x, "down": torch.ones(2, 96)}).rows("up", 10)
     assert found is not None
-    assert found.dtype == dtype
-    assert torch.equal(found, x)
+    assert found.x.dtype == dtype
+    assert torch.equal(found.x, x)
 
 
 def test_more_rows_than_asked_for_are_thinned_evenly(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_more_rows_than_asked_for_are_thinned_evenly(tmp_path: Path) -> None:
     x = torch.arange(100.0)[:, None].expand(100, 64).contiguous()
     found = calibration(tmp_path, {"up": x}).rows("up", 4)
     assert found is not None
-    assert found[:, 0].tolist() == [0.0, 33.0, 66.0, 99.0]
+    assert found.x[:, 0].tolist() == list(found.numbers) == [0, 33, 66, 99]
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:

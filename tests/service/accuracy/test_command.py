@@ -112,6 +112,19 @@ def test_captured_rows_are_measured_and_decide(tmp_path: Path, capsys: pytest.Ca
     assert "keep in BF16" in printed.out
 
 
+def test_the_worst_rows_are_named_by_their_place_in_the_file(tmp_path: Path) -> None:
+    """Guards: the place among those that were taken of it."""
+    x = torch.ones(10, 64)
+    x[9, 1] = 1.0625 * 2.0**-12
+    x[9, 0] = 448.0 * 2.0**-12
+    x[9, 2:] = 0
+    source = checkpoint(tmp_path, {"up.weight": torch.eye(64)})
+    rows = checkpoint(tmp_path, {"up": x}, "x")
+    assert run(source, "--calibrate", rows, "--rows", 2, "--out", tmp_path / "report") == 0
+    (layer,) = report(tmp_path / "report")["layers"]
+    assert [row["row"] for row in layer["outputs"]["captured"]["worst_rows"]] == [9]
+
+
 def test_nothing_over_nothing_is_in_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All zeros, one number, one row of zeros, N = K = 1: numbers all, or null, and valid JSON."""
     half = torch.ones(4, 33)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gemmwire import mxfp8
 from gemmwire_service.accuracy import tile
+from gemmwire_service.accuracy.inputs import Rows
 from gemmwire_service.accuracy.layer import LayerFigures, measure
 from gemmwire_service.accuracy.ranking import Spread, relative_errors, worst
 from gemmwire_service.accuracy.source import SourceLayer
@@ -18,7 +19,10 @@ from gemmwire_service.mxfp8.weight import MxWeight
 
 
 def measured(weight: Tensor, **inputs: Tensor) -> LayerFigures:
-    return measure(SourceLayer("up", weight, MxWeight.from_float(weight), "F32"), inputs)
+    return measure(
+        SourceLayer("up", weight, MxWeight.from_float(weight), "F32"),
+        {kind: Rows.whole(x) for kind, x in inputs.items()},
+    )
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gemmwire_service.accuracy.inputs import CAPTURED
+from gemmwire_service.accuracy.inputs import CAPTURED, Rows
 from gemmwire_service.accuracy.layer import measure
 from gemmwire_service.accuracy.output import OutputFigures
 from gemmwire_service.accuracy.ranking import Spread
@@ -34,7 +34,7 @@ N = ROWS_FROM
 def exact() -> tuple[WeightFigures, OutputFigures]:
     weight = torch.ones(N, 32)
     layer = SourceLayer("up", weight, MxWeight.from_float(weight), "F32")
-    found = measure(layer, {"gaussian": torch.ones(1, 32)})
+    found = measure(layer, {"gaussian": Rows.whole(torch.ones(1, 32))})
     return found.weight, found.outputs["gaussian"]
 
 
@@ -111,7 +111,9 @@ def test_a_layer_that_ignores_the_outliers_of_its_input_is_to_be_kept() -> None:
     x[:, 0] = 2.0**14
     weight = torch.randn(N, 32, generator=torch.Generator().manual_seed(6))
     weight[:, 0] = 0.0
-    found = measure(SourceLayer("down", weight, MxWeight.from_float(weight), "F32"), {CAPTURED: x})
+    found = measure(
+        SourceLayer("down", weight, MxWeight.from_float(weight), "F32"), {CAPTURED: Rows.whole(x)}
+    )
     assert found.judged.verdict == "keep"
     assert found.outputs[CAPTURED].weight_only < 0.04
     assert found.judged.reasons[0].startswith("captured x: output error of the median row of x is ")
