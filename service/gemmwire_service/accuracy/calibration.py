@@ -93,8 +93,8 @@ def _check_finite(rows: Rows, where: str) -> None:
         value = float(rows.x[row, column])
         raise CheckpointError(
             f"{where}: holds {value:g} at [{rows.numbers[row]}, {column}], which is not finite in BF16, as "
-            "which x is served: such a row is answered with NaN, and has no error to be measured; leave it out, "
-            "or find out why the model makes it",
+            "which x is served: such a row is answered with NaN, and has no error to be measured; leave it "
+            "out, or find out why the model makes it",
             expected="|x| <= 3.39e38",
             got=f"{value:g}",
         )
