@@ -2,6 +2,7 @@
 
     ./dev bench peers            # needs a C compiler; installs the peers into .venv-peers at first use
     ./dev bench peers --only gemmwire,asgi_gemm --rounds 3
+    ./dev bench peers --write    # the table in README.md and docs/peers.svg, too
 
 Every server computes the same y = x @ W.T in BF16, on one thread where its row does not say otherwise;
 gemmwire quantizes x on top of that, and speaks its whole protocol. One closed-loop load generator in C
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from _peers_chart import BARE, OTHER, OURS, Bar, Panel, chart
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS_VENV = ROOT / ".venv-peers"
@@ -287,6 +289,37 @@ def entry(found: dict[tuple[str, Cell], Result], peer: Peer, cell: Cell) -> str:
     return shown if ratio is None else f"{shown} ({ratio:.2f})"
 
 
+# What is kept of it.
+
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+
+
+def panel(found: dict[tuple[str, Cell], Result], cell: Cell) -> Panel:
+    bars = []
+    for peer in PEERS:
+        result = found.get((peer.name, cell))
+        if result is None:
+            continue
+        ours = peer.name.startswith("gemmwire") or peer.name in CLIENTS
+        colour = OURS if ours else BARE if peer.name.startswith("asgi") else OTHER
+        value = result.p50_ms if cell.clients == 1 else result.per_second
+        bars.append(Bar(peer.title, value, entry(found, peer, cell), colour))
+    better = "p50, shorter is better" if cell.clients == 1 else "answers a second, longer is better"
+    return Panel(
+        f"x [{cell.m}, {cell.k}], W [{cell.n}, {cell.k}], {cell.title.partition(', ')[2]}: {better}", bars
+    )
+
+
+def write(found: dict[tuple[str, Cell], Result], how: str) -> None:
+    panels = [panel(found, cell) for cell in CELLS]
+    rows = list(zip(panels[::2], panels[1::2], strict=True))
+    (ROOT / "docs" / "peers.svg").write_text(chart(rows, f"{how}; in brackets the ratio to bare ASGI + GEMM"))
+    page = ROOT / "README.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}\n\n{how}:\n\n{table(found)}\n\n{END}{after}")
+
+
 # Python clients of gemmwire.
 
 
@@ -384,6 +417,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--write", action="store_true", help="into README.md and docs/peers.svg")
     options = parser.parse_args(arguments)
     names = [peer.name for peer in PEERS] if options.only is None else options.only.split(",")
     if not all(name.startswith("gemmwire") for name in names):
@@ -391,10 +425,11 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = measured(options, build_loadgen(folder), folder)
-    print(
-        f"{os.cpu_count()} cores, torch {torch.__version__}, medians of {options.rounds} interleaved rounds"
-    )
+    how = f"{os.cpu_count()} cores, torch {torch.__version__}, medians of {options.rounds} interleaved rounds"
+    print(how)
     print(table(found))
+    if options.write:
+        write(found, how)
     if options.json is not None:
         rows = [
             {"server": name, "m": c.m, "n": c.n, "k": c.k, "clients": c.clients} | vars(result)
