@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+_INTERRUPTED = 130  # as a shell has it
 _EXTRA = "The service's packages are not installed ({}); run: pip install 'gemmwire[service]'"
 
 Command = Callable[[Sequence[str]], int]
@@ -68,13 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print("gemmwire-serve: " + _EXTRA.format(error), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     try:
         return command(rest)
     except ServiceError as error:
         print(f"gemmwire-serve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the server has its own way to stop
-        return 130
+        return _INTERRUPTED
 
 
 if __name__ == "__main__":

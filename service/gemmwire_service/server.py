@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,8 @@ from .listener import BACKLOG
 from .patience import Patience
 from .request_log import LoggedRoutes
 from .settings import Settings
+
+log = logging.getLogger("gemmwire.server")
 
 LAST_S = 0.2  # for the last answers to leave
 GRACE_S = 10  # for requests under way when the server is told to stop; a half-sent one would hold it for ever
@@ -36,6 +39,11 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
+        if (
+            self.force_exit
+        ):  # by a second Ctrl-C: nobody ends the lifespan, which uvicorn would log as a fault
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            log.warning("stopped at once; requests that were under way have no answer")
         left = cast(list[Connection], list(self.server_state.connections))
         for connection in left:
             connection.end()
