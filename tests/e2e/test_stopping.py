@@ -19,7 +19,7 @@ from http_calls import HEADER_LENGTH, raw
 from process import COMMAND, environment
 from tampered import tampered
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LAYER = ("--random-layer", "r=64x64")
 

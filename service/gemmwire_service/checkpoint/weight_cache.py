@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -37,6 +38,7 @@ log = logging.getLogger("gemmwire.weight_cache")
 
 FORMAT = 2  # of what is kept; raise it when that, or a byte that the quantizer makes, changes
 _DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if name != "F8_E8M0"}
+_ABANDONED_S = 24 * 3600.0  # no layer takes so long to write
 WEIGHTS, SEEN = "weights", "seen"
 CODES, SCALES, BIAS, PROBE_X, PROBE_Y = "codes", "scales", "bias", "probe.x", "probe.y"
 LAYER, FIDELITY = "layer", "fidelity"  # of its metadata
@@ -52,6 +54,8 @@ class CachedCheckpoint(WrappedCheckpoint):
         super().__init__(checkpoint)
         self._checkpoint, self._folder = checkpoint, folder
         self._ours = _is_ours(folder / WEIGHTS) and _is_ours(folder / SEEN)
+        if self._ours:
+            _sweep(folder / WEIGHTS)
         self.hits = 0
 
     def read(self, name: str) -> LayerWeights:
@@ -179,6 +183,16 @@ def _make(folder: Path) -> None:
 
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a process that was killed as it wrote has left, which may be as large as a layer."""
+    try:
+        for part in folder.glob(".*"):
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                _remove(part)
+    except OSError as error:
+        log.debug("%s cannot be looked through: %s", folder, error)
 
 
 def _remove(path: Path) -> None:

@@ -198,6 +198,18 @@ def test_a_write_that_fails_leaves_no_part(
     assert "No space left on device" in caplog.text
 
 
+def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path, cache: Path) -> None:
+    """Guards: parts as large as a layer, one more for each process that is killed."""
+    source = saved(tmp_path / "m")
+    read(opened(source, cache))
+    old, new = (cache / "weights" / f".{name}.safetensors.0123abcd" for name in ("old", "new"))
+    for part in (old, new):
+        part.write_bytes(b"part")
+    os.utime(old, (1, 1))
+    opened(source, cache)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_quantized_layers_are_read_from_where_they_are(cache: Path) -> None:
     checkpoint = opened(FIXTURES / "modelopt", cache)
     assert {layer.source_dtype for layer in read(checkpoint).values()} == {"MXFP8"}
