@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,8 +38,10 @@ class Tampered:
     @property
     def port(self) -> int:
         """Once it is ready."""
-        self._until(self._ready, "it did not become ready")
-        return int(self._ready()[1])  # type: ignore[index]
+        self._until(lambda: self._ready() is not None, "it did not become ready")
+        ready = self._ready()
+        assert ready is not None
+        return int(ready[1])
 
     @property
     def text(self) -> str:
@@ -48,18 +50,13 @@ class Tampered:
     def _ready(self) -> re.Match[str] | None:
         return re.search(r"ready on http://[^:]+:(\d+)", "".join(self.printed))
 
-    def _until(self, condition: object, failure: str) -> None:
-        def there() -> object:
-            assert callable(condition)
-            return condition() or self.process.poll() is not None
-
-        until(there, failure, 60)
-        assert callable(condition)
+    def _until(self, condition: Callable[[], bool], failure: str) -> None:
+        until(lambda: condition() or self.process.poll() is not None, failure, 60)
         assert condition(), f"{failure}; it ended with {self.process.poll()}: {self.text}"
 
 
 @contextmanager
-def tampered(code: str, *arguments: str, limit: object = None) -> Iterator[Tampered]:
+def tampered(code: str, *arguments: str, limit: Callable[[], None] | None = None) -> Iterator[Tampered]:
     """Run `code` and then the server on a free port; `limit` is called in the child before either."""
     process = subprocess.Popen(
         [sys.executable, "-c", MAIN.format(code), "--port", "0", "--device", "cpu", *arguments],
@@ -67,7 +64,7 @@ def tampered(code: str, *arguments: str, limit: object = None) -> Iterator[Tampe
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
-        preexec_fn=limit,  # type: ignore[arg-type]
+        preexec_fn=limit,
     )
     found = Tampered(process)
     readers = [
