@@ -14,7 +14,18 @@ class Folder:
     """Where `write` puts a report. A file that is there already is replaced whole."""
 
     def __init__(self, path: Path, beside: str) -> None:
-        self.path, self._beside = path, beside
+        """beside: what the names of incomplete files end with."""
+        self.path, self.beside = path, beside
+
+    def try_out(self) -> None:
+        """Raises OutputError where it cannot be made or written to."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            trial = self._new("trial")
+            trial.touch(exist_ok=False)
+            trial.unlink()
+        except OSError as error:
+            raise _failed(self.path, error) from None
 
     def write(self, files: Mapping[str, str]) -> None:
         """Each file's text by its name: all are written in full before the first takes its name.
@@ -31,7 +42,7 @@ class Folder:
             raise _failed(self.path, error) from None
 
     def _new(self, name: str) -> Path:
-        return self.path / f".{name}.{self._beside}"
+        return self.path / f".{name}.{self.beside}"
 
 
 @contextmanager
@@ -41,20 +52,14 @@ def opened(path: Path) -> Iterator[Folder]:
     made for nothing, with its parents. Raises OutputError."""
     made = [each for each in (path, *path.parents) if not each.exists()]
     folder = Folder(path, secrets.token_hex(4))
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        trial = folder._new("trial")
-        trial.touch(exist_ok=False)
-        trial.unlink()
-    except OSError as error:
-        raise _failed(path, error) from None
-    try:
+    try:  # from the first folder on: a signal may come between any two of these lines
+        folder.try_out()
         yield folder
     finally:
-        for left in path.glob(f".*.{folder._beside}"):
+        for left in path.glob(f".*.{folder.beside}"):
             left.unlink(missing_ok=True)
         for each in made:
-            if not any(each.iterdir()):
+            if each.is_dir() and not any(each.iterdir()):
                 each.rmdir()
 
 
