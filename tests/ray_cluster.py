@@ -46,7 +46,15 @@ class Deployed:
 
 @contextmanager
 def cluster() -> Iterator[str]:
-    """-> the URL of its proxy. Nothing of it is left when the block ends."""
+    """-> the URL of its proxy. Nothing of it is left when the block ends.
+
+    With RAY_SERVE_ENABLE_HA_PROXY=1 in the environment that is HAProxy, and the tests are the same.
+    """
+    with tempfile.TemporaryDirectory(prefix="gw-", ignore_cleanup_errors=True) as folder:
+        yield from _cluster(folder)
+
+
+def _cluster(folder: str) -> Iterator[str]:
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),  # else Ray leaves one in the user's home
@@ -54,29 +62,34 @@ def cluster() -> Iterator[str]:
         "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/state",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/metrics.sock",
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Ray's own modules do while they are imported
         import ray
         from ray import serve
     port = _free_port()
-    with tempfile.TemporaryDirectory(prefix="gw-", ignore_cleanup_errors=True) as folder:
-        try:
-            ray.init(
-                address="local",
-                num_cpus=CPUS,
-                num_gpus=0,
-                object_store_memory=STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                _temp_dir=folder,
-            )
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            if ray.is_initialized():
-                serve.shutdown()
-            ray.shutdown()
+    try:
+        ray.init(
+            address="local",
+            num_cpus=CPUS,
+            num_gpus=0,
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        if ray.is_initialized():
+            serve.shutdown()
+        ray.shutdown()
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from torch import cuda
 
+from .access import Access
 from .errors import NotReady, SettingsError
 from .ray_arguments import Scaling, read_arguments
-from .ray_ingress import Distributor
+from .ray_ingress import Bounds, Distributor
 from .ray_replica import Asked, PartReplica, Replica, Told
 from .settings import Settings
 
@@ -31,6 +32,7 @@ INGRESS_CPUS = 0.5
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 GRACE_S = 20.0  # for the requests under way at a replica that is told to stop
+ATTEMPTS = 3  # to load the layers: what a file lacks it lacks again
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,11 @@ class RemotePart:
 class Ingress:
     """The ingress of a partition, as a deployment."""
 
-    def __init__(self, handles: Sequence[DeploymentHandle], max_body: int) -> None:
-        self._app = Distributor([RemotePart(handle) for handle in handles], max_body)
+    def __init__(self, handles: Sequence[DeploymentHandle], settings: dict[str, Any]) -> None:
+        read = Settings(**settings)
+        bounds = Bounds(read.max_body_bytes, read.max_weights_bytes, read.max_queue_bytes)
+        parts = [RemotePart(handle) for handle in handles]
+        self._app = Distributor(parts, Access(read.key_file), bounds)
 
     def __serve_build_asgi_app__(self) -> Distributor:
         return self._app
@@ -92,7 +97,7 @@ def _partition(settings: Settings, scaling: Scaling) -> Application:
         "max_ongoing_requests": scaling.max_ongoing_requests * scaling.most * scaling.parts,
     }
     ingress = serve.deployment(**options)(serve.ingress()(Ingress))
-    return ingress.bind(parts, max(settings.max_body_bytes, settings.max_weights_bytes))
+    return ingress.bind(parts, settings.model_dump())
 
 
 def _replicas(name: str, settings: Settings, scaling: Scaling) -> dict[str, Any]:
@@ -121,6 +126,7 @@ def _common(name: str, settings: Settings) -> dict[str, Any]:
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_timeout_s": GRACE_S,
         "graceful_shutdown_wait_loop_s": 0.1,
+        "max_constructor_retry_count": ATTEMPTS,
         "logging_config": {"enable_access_log": settings.access_log},
     }
 

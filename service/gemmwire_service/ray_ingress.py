@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
 from gemmwire.wire import WireError
 
+from .access import Access
 from .body import ClientLeft, declared_length, read_body
-from .errors import EngineError
-from .ray_replica import Asked, Told, path_of, refuse
+from .errors import EngineError, QueueFull
+from .ray_replica import Asked, Fields, Told, path_of, refuse
 
 _LAYER = re.compile(r"/v2/(?:models|repository/models)/(?P<layer>[^/]+)(?:/.*)?")
 _INDEX, _STATS, _READY = "/v2/repository/index", "/v2/models/stats", "/v2/health/ready"
@@ -33,12 +36,23 @@ class Part(Protocol):
     async def ask(self, asked: Asked) -> Told: ...
 
 
-class Distributor:
-    """The ASGI app. `max_body` bounds the bodies that are passed on."""
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes of one body, of one body of weights, and of all that are passed on at one time."""
 
-    def __init__(self, parts: Sequence[Part], max_body: int) -> None:
+    body: int
+    weights: int
+    all: int
+
+
+class Distributor:
+    """The ASGI app. Who may, what fits and where it goes is told from the head, before the body is read."""
+
+    def __init__(self, parts: Sequence[Part], access: Access, bounds: Bounds) -> None:
         self._parts = parts
-        self._max_body = max_body
+        self._access = access
+        self._bounds = bounds
+        self._held = 0
         self._part_of: dict[str, Part] = {}
 
     async def find_out(self) -> None:
@@ -53,13 +67,7 @@ class Distributor:
         if scope["type"] == "lifespan":
             return await _lifespan(receive, send)
         try:
-            headers = dict(scope["headers"])
-            length = declared_length(headers, self._max_body)
-            body = await read_body(receive, length, self._max_body, 0)
-            asked = Asked(
-                scope["method"], path_of(scope), scope["query_string"], list(scope["headers"]), bytes(body)
-            )
-            told = await self._answer(asked)
+            told = await self._answer(scope, receive)
         except ClientLeft:
             return None
         except (WireError, EngineError) as error:
@@ -67,22 +75,55 @@ class Distributor:
         await send({"type": "http.response.start", "status": told.status, "headers": told.headers})
         return await send({"type": "http.response.body", "body": told.body})
 
-    async def _answer(self, asked: Asked) -> Told:
-        """Errors: WireError, NotReady."""
-        if asked.path in (_INDEX, _STATS, _READY):
-            return merged(asked.path, await self._ask_all(asked))
-        if _SAME.fullmatch(asked.path):
-            return await self._parts[0].ask(asked)
-        match = _LAYER.fullmatch(asked.path)
+    async def _answer(self, scope: Scope, receive: Receive) -> Told:
+        """Errors: WireError, EngineError."""
+        method, path, headers = scope["method"], path_of(scope), list(scope["headers"])
+        refusal = self._access.refuse(method, path, scope["query_string"], headers)
+        if refusal is not None:
+            raise refusal
+        parts = self._whom(method, path)
+        async with self._body(method, headers, receive) as body:
+            asked = Asked(method, path, scope["query_string"], headers, body)
+            told = await asyncio.gather(*(part.ask(asked) for part in parts))
+        return told[0] if len(told) == 1 else merged(path, told)
+
+    def _whom(self, method: str, path: str) -> Sequence[Part]:
+        """Errors: WireError."""
+        if path in (_INDEX, _STATS, _READY):
+            return self._parts
+        if _SAME.fullmatch(path):
+            return self._parts[:1]
+        match = _LAYER.fullmatch(path)
         if match is None:
-            raise _no_route(asked)
+            raise _no_route(method, path)
         part = self._part_of.get(match["layer"])
         if part is None:
             raise self._unknown(match["layer"])
-        return await part.ask(asked)
+        return [part]
 
-    async def _ask_all(self, asked: Asked) -> list[Told]:
-        return list(await asyncio.gather(*(part.ask(asked) for part in self._parts)))
+    @asynccontextmanager
+    async def _body(self, method: str, headers: Fields, receive: Receive) -> AsyncIterator[bytes]:
+        """Errors: WireError; QueueFull while others take up the room."""
+        taken = 0
+
+        def grow(nbytes: int) -> None:
+            nonlocal taken
+            if self._held and self._held + nbytes > self._bounds.all:
+                raise QueueFull(
+                    f"{self._held} bytes of requests are passed on and {nbytes} more pass the bound of "
+                    f"{self._bounds.all}; try again later, or raise max_queue_bytes",
+                    expected=f"<= {self._bounds.all}",
+                    got=self._held + nbytes,
+                )
+            self._held += nbytes
+            taken += nbytes
+
+        limit = self._bounds.weights if method == "PUT" else self._bounds.body
+        try:
+            length = declared_length(dict(headers), limit)
+            yield bytes(await read_body(receive, length, limit, 0, grow))
+        finally:
+            self._held -= taken
 
     def _unknown(self, layer: str) -> WireError:
         known = sorted(self._part_of)
@@ -120,10 +161,10 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-def _no_route(asked: Asked) -> WireError:
+def _no_route(method: str, path: str) -> WireError:
     return WireError(
         "route_unknown",
-        f"There is no route {asked.method} {asked.path[:200]} over the parts of a partition; /docs lists "
+        f"There is no route {method} {path[:200]} over the parts of a partition; /docs lists "
         "what each part has, and Ray's own metrics and dashboard show the parts",
         status=404,
     )

@@ -132,3 +132,19 @@ def test_a_killed_replica_loses_what_it_held_and_comes_back_with_the_newest_weig
     assert len(plain.errors) <= THREADS  # each of them had one request under way
     late = [int(answer.version) for answer in patient.answers[-10 * THREADS :]]
     assert set(late) == {current}
+
+
+def test_a_model_that_is_not_there_fails_the_deployment_with_its_reason(proxy: str) -> None:
+    """Guards: a deployment that starts for ever, with the reason in a log of some node."""
+    from ray import serve
+
+    try:
+        with (
+            pytest.raises(RuntimeError, match="bad failed"),
+            deployed(proxy, "bad", model="none.safetensors"),
+        ):
+            pass
+        status = serve.status().applications["bad"]
+        assert "none.safetensors: no such file" in status.deployments["gemmwire"].message
+    finally:
+        serve.delete("bad")

@@ -11,16 +11,19 @@ from typing import TypeVar
 import pytest
 
 from exact_layer_versions import LAYER, X, checkpoint
+from gemmwire_service.access import Access
 from gemmwire_service.engine import State
 from gemmwire_service.errors import DeviceLost, NotReady
-from gemmwire_service.ray_ingress import Distributor
+from gemmwire_service.ray_ingress import Bounds, Distributor, Part
 from gemmwire_service.ray_replica import Asked, Front, PartReplica, Told, ask
 from gemmwire_service.settings import Settings
 from http_calls import HEADER_LENGTH, message
+from keyed import drawn
 from serving import settings
 
 T = TypeVar("T")
 
+BOUNDS = Bounds(body=10_000, weights=20_000, all=100_000)
 INDEX = Asked("POST", "/v2/repository/index", b"", [])
 
 
@@ -157,7 +160,7 @@ def test_a_part_that_is_gone_is_a_503_of_its_layers_alone() -> None:
 
     async def use(replica: PartReplica) -> list[Told]:
         await replica.check_health()
-        distributor = Distributor([Gone(), replica], 1 << 20)
+        distributor = Distributor([Gone(), replica], Access(), BOUNDS)
         await distributor.find_out()
         return [await ask(distributor, each) for each in (infer("gone"), infer(), INDEX)]
 
@@ -167,12 +170,77 @@ def test_a_part_that_is_gone_is_a_503_of_its_layers_alone() -> None:
     assert index.status == 503  # a list without the layers of a part would say that there are none
 
 
-def test_a_body_beyond_the_bound_is_not_read() -> None:
-    """Guards: memory of the ingress that a client fills."""
+class Noted:
+    """A part that answers when the test lets it."""
 
-    async def use(replica: PartReplica) -> Told:
-        distributor = Distributor([replica], 100)
-        return await ask(distributor, infer())
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.go = asyncio.Event()
 
-    told = run(settings(random_layer=(f"{LAYER}=64x128",)), use)
-    assert (told.status, document(told)["code"]) == (413, "body_too_large")
+    async def layers(self) -> list[str]:
+        return [LAYER]
+
+    async def ask(self, asked: Asked) -> Told:
+        self.asked.append(asked)
+        await self.go.wait()
+        return Told(200, [], b"")
+
+
+async def distributor_of(part: Part, access: Access, bounds: Bounds) -> Distributor:
+    distributor = Distributor([part], access, bounds)
+    await distributor.find_out()
+    return distributor
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        pytest.param(infer("none"), 404, "layer_unknown", id="layer"),
+        pytest.param(infer(m=100), 413, "body_too_large", id="body"),
+        pytest.param(Asked("GET", "/metrics", b"", []), 404, "route_unknown", id="route"),
+    ],
+)
+def test_what_goes_nowhere_is_refused_by_its_head(asked: Asked, status: int, code: str) -> None:
+    """Guards: memory of the ingress that requests fill which no part will take."""
+
+    async def whole() -> Told:
+        part = Noted()
+        told = await ask(await distributor_of(part, Access(), BOUNDS), asked)
+        assert part.asked == []
+        return told
+
+    told = asyncio.run(whole())
+    assert (told.status, document(told)["code"]) == (status, code)
+
+
+def test_who_has_no_key_is_refused_by_the_ingress(tmp_path: Path) -> None:
+    """Guards: bodies that are read, and passed on, for nobody in particular."""
+    keys = drawn(tmp_path)
+
+    async def whole() -> list[int]:
+        part = Noted()
+        part.go.set()
+        distributor = await distributor_of(part, Access(str(keys.path)), BOUNDS)
+        shown = infer()
+        shown.headers.append((b"authorization", b"Bearer " + keys.infer.encode()))
+        return [(await ask(distributor, each)).status for each in (infer(), shown)]
+
+    assert asyncio.run(whole()) == [401, 200]
+
+
+def test_bodies_on_their_way_have_one_bound_together() -> None:
+    """Guards: an ingress that many clients fill while the parts are busy."""
+
+    async def whole() -> list[int]:
+        part = Noted()
+        size = len(infer().body)
+        distributor = await distributor_of(part, Access(), Bounds(BOUNDS.body, BOUNDS.weights, 2 * size))
+        under_way = [asyncio.ensure_future(ask(distributor, infer())) for _ in range(2)]
+        while len(part.asked) < 2:
+            await asyncio.sleep(0)
+        refused = await ask(distributor, infer())
+        part.go.set()
+        await asyncio.gather(*under_way)
+        return [refused.status, (await ask(distributor, infer())).status]
+
+    assert asyncio.run(whole()) == [503, 200]
