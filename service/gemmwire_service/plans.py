@@ -117,7 +117,7 @@ class PlanStore:
             return {}
         try:
             return _decode(text, self.environment)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             self._set_aside(path, error)
             return {}
 
@@ -166,7 +166,7 @@ def _encode(known: Mapping[PlanKey, Measured], environment: Environment) -> str:
 
 
 def _decode(text: bytes, environment: Environment) -> dict[PlanKey, Measured]:
-    """Raises ValueError, TypeError, KeyError or RecursionError for anything but a whole file of ours."""
+    """Raises ValueError, TypeError, KeyError, OverflowError or RecursionError for all but a file of ours."""
     file = json.loads(text)
     if file["format"] != FORMAT:
         raise ValueError(f"its format is {file['format']!r}, this version reads {FORMAT}")

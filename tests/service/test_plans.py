@@ -107,6 +107,7 @@ WHOLE = plans._encode({KEY: MEASURED}, HERE).encode()
         pytest.param(edited(plan={"bucket": 16}), "bucket 16 is kept for bucket 8", id="of-another-bucket"),
         pytest.param(edited(plan={"bucket": 8, "tactic": 3}), "tactic", id="unknown-field"),
         pytest.param(edited(microseconds=float("nan")), "microseconds are nan", id="nan-microseconds"),
+        pytest.param(edited(microseconds=10**400), "too large", id="endless-microseconds"),
         pytest.param(edited(microseconds=None), "microseconds are None", id="no-microseconds"),
     ],
 )

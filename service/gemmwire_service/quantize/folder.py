@@ -124,7 +124,7 @@ def _modules(source: Path) -> set[str]:
     try:
         listed = json.loads((source / "modules.json").read_bytes())
         return {str(each["path"]) for each in listed}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return set()
 
 
