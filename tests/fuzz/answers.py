@@ -59,7 +59,7 @@ STATUSES = (200, 204, 301, 400, 404, 409, 429, 500, 502, 503, 504, 599)
 
 
 def reply(data: bytes) -> None:
-    """Two bytes choose what is read and the status; a line is Retry-After, the next one the header's length."""
+    """Two bytes choose what is read and the status; then Retry-After, the header's length, and the body."""
     first, second = [*data[:2], 0, 0][:2]
     read, status = READERS[first % len(READERS)], STATUSES[second % len(STATUSES)]
     retry, length, body = [*data[2:].split(b"\n", 2), b"", b""][:3]
