@@ -28,7 +28,7 @@ RUN mkdir -p client/gemmwire service/gemmwire_service && \
     touch client/gemmwire/__init__.py service/gemmwire_service/__init__.py
 
 FROM build AS build-cpu
-# For the one function that is compiled; the image has no compiler.
+# For the functions that are compiled; the image has no compiler.
 # hadolint ignore=DL3008
 RUN apt-get update && \
     apt-get install -y --no-install-recommends gcc libc6-dev && \
@@ -45,8 +45,8 @@ RUN --mount=type=cache,target=/var/cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt \
     pip install --no-deps --force-reinstall .
-# Where the architecture has no levels, torch's operators do its work.
-RUN (python -m gemmwire_service.mxfp8.fake_cpu || test "$(uname -m)" != x86_64)
+# Where the architecture has no levels, torch's operators do their work.
+RUN (python -m gemmwire_service.mxfp8.compiled || test "$(uname -m)" != x86_64)
 
 # What both images are: the interpreter, a user without rights, and places to write.
 # hadolint ignore=DL3006
@@ -124,7 +124,7 @@ RUN --mount=type=cache,target=/var/cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt \
     pip install --no-deps --force-reinstall .
-RUN (env -u PYTHONPATH python -m gemmwire_service.mxfp8.fake_cpu || test "$(uname -m)" != x86_64)
+RUN (env -u PYTHONPATH python -m gemmwire_service.mxfp8.compiled || test "$(uname -m)" != x86_64)
 
 FROM base AS gpu
 COPY --from=build-gpu /opt/gemmwire /opt/gemmwire

@@ -154,7 +154,7 @@ class Settings(BaseSettings):
     )
     cache_dir: str = Field(
         "auto",
-        description="folder for measured plans and the compiled quantizer of x; auto is $XDG_CACHE_HOME/gemmwire, else "
+        description="folder for measured plans and compiled functions; auto is $XDG_CACHE_HOME/gemmwire, else "
         "~/.cache/gemmwire",
     )
     weight_cache: str = Field(

@@ -91,7 +91,7 @@ def test_every_answer_is_that_of_the_version_it_names(
     served: Served, client: Client, now_below: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards: a forward that sees half of a new weight, or an answer that names another version."""
-    monkeypatch.setattr("gemmwire_service.device._NOW_BELOW", now_below)
+    monkeypatch.setattr("gemmwire_service.device._NOW_UP_TO", now_below)
     by_version = {str(seed + 1): expected(seed) for seed in range(REFITS + 1)}
     assert len({y.view(torch.int16).numpy().tobytes() for y in by_version.values()}) == len(by_version)
     refitted = threading.Event()

@@ -21,7 +21,8 @@ from torch import Tensor
 from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight, check_shapes, foreign_weight
 from gemmwire_service.backends.block_scaled import without_elements
 from gemmwire_service.errors import BackendError
-from gemmwire_service.mxfp8.fake import Workspace, fake_quantize
+from gemmwire_service.mxfp8.fake import Workspace, compiled_few_rows, fake_quantize
+from gemmwire_service.mxfp8.few_rows import LARGEST, FewRows
 from gemmwire_service.mxfp8.format import dequantize
 from gemmwire_service.mxfp8.weight import MxWeight
 
@@ -44,12 +45,14 @@ _TRUNCATE = -1 << 16  # keeps the upper half of an FP32, which is a BF16
 class EmulationWeight(PreparedWeight):
     """matrix: BF16 [n, columns], columns being k_pad, and 32 more with the bias parts if there is a bias.
 
-    `packed`: it is in the order that oneDNN multiplies from, which halves the time of a small x.
+    `packed`: it is in the order that oneDNN multiplies from, which halves the time of a small x. `rows`: the
+    same once more in its own order, where it is small enough for the matmul of few rows.
     """
 
     matrix: Tensor
     columns: int
     packed: bool
+    rows: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +129,7 @@ class Emulation:
             matrix if packed is None else packed,
             columns,
             packed is not None,
+            matrix if packed is not None and multiplies_few(matrix) is not None else None,
         )
 
     def plans(self, bucket: int) -> tuple[Plan, ...]:
@@ -136,10 +140,27 @@ class Emulation:
             raise foreign_weight(self.name, weight)
         check_shapes(x, weight, plan, out)
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
+        if multiplied_few(operand, weight.rows if weight.packed else weight.matrix, out):
+            return
         if weight.packed:
             _copy(_linear(operand, weight.matrix), out)
         else:
             torch.mm(operand, weight.matrix.t(), out=out)
+
+
+def multiplies_few(matrix: Tensor) -> FewRows | None:
+    """The matmul for few rows of x, where there is one for a weight of this size and place."""
+    on_cpu = matrix.device.type == "cpu" and not matrix.is_mkldnn
+    return compiled_few_rows() if on_cpu and matrix.nbytes <= LARGEST else None
+
+
+def multiplied_few(operand: Tensor, matrix: Tensor | None, out: Tensor) -> bool:
+    """Whether out = operand @ matrix.T has been computed, operand having few rows."""
+    few = multiplies_few(matrix) if matrix is not None else None
+    if few is None or matrix is None or len(operand) > few.most or not out.is_contiguous():
+        return False
+    few.multiply(operand, matrix, out)
+    return True
 
 
 def unavailable(device: torch.device) -> str | None:

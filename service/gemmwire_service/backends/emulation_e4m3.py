@@ -21,6 +21,7 @@ from gemmwire_service.backends.emulation import (
     bias_columns,
     dequantized,
     keep_sums_in_fp32,
+    multiplied_few,
     unavailable,
 )
 from gemmwire_service.mxfp8.format import BLOCK, power
@@ -75,7 +76,8 @@ class EmulationE4m3:
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
         matrix = self._matrices.empty(weight.n, weight.columns, x.device)
         _fill(matrix, weight)
-        torch.mm(operand, matrix.t(), out=out)
+        if not multiplied_few(operand, matrix, out):
+            torch.mm(operand, matrix.t(), out=out)
 
 
 class _Matrices:

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.cache import cache_folder
-from gemmwire_service.mxfp8.fake_cpu import NotCompiled, Quantize, load
+from gemmwire_service.mxfp8.compiled import NotCompiled
+from gemmwire_service.mxfp8.fake_cpu import Quantize, fake_cpu
+from gemmwire_service.mxfp8.few_rows import FewRows, few_rows
 from gemmwire_service.mxfp8.format import BLOCK
 
 log = logging.getLogger("gemmwire.mxfp8")
@@ -85,14 +87,14 @@ def _fused() -> Callable[[Tensor, Tensor], None] | None:
 
 @dataclass
 class _Native:
-    """The same in one pass for a CPU, compiled at its first use and kept in a folder."""
+    """What is compiled for a CPU at its first use, and kept in a folder."""
 
     folder: Path | None = field(default_factory=cache_folder)
 
     @cached_property
     def quantize(self) -> Quantize | None:
         try:
-            compiled = load(self.folder)
+            compiled = fake_cpu(self.folder)
         except (NotCompiled, OSError) as error:
             log.warning("x is quantized by 14 operators of torch instead of one function: %s", error)
             return None
@@ -101,8 +103,21 @@ class _Native:
             return None
         return compiled
 
+    @cached_property
+    def few_rows(self) -> FewRows | None:
+        try:
+            return few_rows(self.folder)
+        except (NotCompiled, OSError) as error:
+            log.warning("few rows are multiplied by torch, which takes longer to begin: %s", error)
+            return None
+
 
 _native = _Native()
+
+
+def compiled_few_rows() -> FewRows | None:
+    """The matmul for few rows of a CPU, where it has one."""
+    return _native.few_rows
 
 
 def keep_compiled_in(folder: Path | None) -> None:

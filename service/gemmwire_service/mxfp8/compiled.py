@@ -1,0 +1,173 @@
+"""The functions in C, each compiled at its first use on a machine.
+
+    python -m gemmwire_service.mxfp8.compiled      # compile them for other machines, beside their sources
+
+A library is kept in a folder of the user's own, under a name that stands for its source, the compiler's
+options and the processor. An image without a compiler has it compiled beside the source, as the command does,
+for each level of x86-64 that helps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "fake_cpu.c", FOLDER / "few_rows.c")
+OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-std=c11")
+# What a level needs of /proc/cpuinfo, and how gcc and clang are told of it; the better one first.
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+LEVELS = {
+    "x86-64-v4-bf16": (_V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    "x86-64-v4": (_V4, ("-march=x86-64-v4",)),
+    "x86-64-v3": (_V3, ("-march=x86-64-v3",)),
+}
+COMPILERS = ("cc", "gcc", "clang")
+# For this very processor, as compilers of different architectures spell it.
+FOR_HERE = (("-march=native",), ("-mcpu=native",), ())
+TIMEOUT_S = 60.0
+
+
+class NotCompiled(Exception):
+    """There is no library for this processor, and none can be made; the text says why."""
+
+
+class Library(NamedTuple):
+    """Its functions keep Python's lock while they run, or give it away."""
+
+    holding: ctypes.PyDLL
+    freeing: ctypes.CDLL
+
+
+def load(source: Path, folder: Path | None) -> Library:
+    """The library of a source, kept in `folder` from its first use on.
+
+    Where there is none that it can be kept in, it is compiled anew. Errors: NotCompiled.
+    """
+    path = _baked(source) or _cached(source, folder)
+    if path is not None:
+        return _opened(path)
+    with tempfile.TemporaryDirectory(prefix="gemmwire-") as name:  # once loaded, it needs its file no more
+        path = Path(name) / f"{source.stem}.so"
+        _compile(source, path, FOR_HERE)
+        return _opened(path)
+
+
+def _opened(path: Path) -> Library:
+    try:
+        return Library(ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise NotCompiled(f"{path} cannot be loaded ({error})") from error
+
+
+# Where the library is.
+
+
+def _baked(source: Path) -> Path | None:
+    """One that was compiled beside the source for a level that this processor has."""
+    flags = set(_processor().split())
+    for level, (needed, _) in LEVELS.items():
+        path = _beside(source, level)
+        if needed <= flags and path.is_file():
+            return path
+    return None
+
+
+def _beside(source: Path, level: str) -> Path:
+    return source.with_name(f"{source.stem}-{level}.so")
+
+
+def _cached(source: Path, folder: Path | None) -> Path | None:
+    """The library in `folder`, made there if need be; None where it cannot be, or others could change it."""
+    if folder is None:
+        return None
+    text = "\n".join((source.read_text(), *OPTIONS, platform.machine(), _processor()))
+    path = folder / f"{source.stem}-{sha256(text.encode()).hexdigest()[:16]}.so"
+    try:
+        if not _is_ours(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            _compile(source, path, FOR_HERE)
+        return path if _is_ours(path) else None
+    except OSError:
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nobody but this user (and root) can have put it there: what it holds is run."""
+    try:
+        found, folder = path.stat(), path.parent.stat()
+    except OSError:
+        return False
+    others = stat.S_IWGRP | stat.S_IWOTH
+    owners = {0, os.getuid()}
+    return all(each.st_uid in owners and not each.st_mode & others for each in (found, folder))
+
+
+def _processor() -> str:
+    """What tells processors apart: the flags that Linux lists, elsewhere its name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+# Compiling.
+
+
+def _compile(source: Path, path: Path, processors: Sequence[Sequence[str]]) -> None:
+    """By the first of these options that the compiler takes. Errors: NotCompiled, OSError."""
+    compiler = _compiler()
+    said = ""
+    with tempfile.TemporaryDirectory(prefix=f".{source.stem}-", dir=path.parent) as name:
+        made = Path(name) / path.name
+        for processor in processors:
+            command = [*compiler, *OPTIONS, *processor, "-o", str(made), str(source)]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise NotCompiled(f"{compiler[0]} did not end within {TIMEOUT_S:g} seconds") from None
+            if done.returncode == 0:
+                os.replace(made, path)
+                return
+            said = said or done.stderr.strip()[-300:]
+    raise NotCompiled(f"{compiler[0]} fails on {source.name}: {said}")
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CC", "").split()
+    found = shutil.which(named[0]) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
+    if found is None:
+        wanted = f"CC names {named[0]!r}, which is not there" if named else "there is no C compiler"
+        raise NotCompiled(f"{wanted}; install one ({', '.join(COMPILERS)})")
+    return [found, *named[1:]]
+
+
+def bake() -> None:
+    """Compile all for every level of this architecture, beside the sources. Errors: NotCompiled, OSError."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise NotCompiled(f"there are no levels of {platform.machine()}; it is compiled at its first use")
+    for source in SOURCES:
+        for level, (_, options) in LEVELS.items():
+            _compile(source, _beside(source, level), (options,))
+            print(_beside(source, level))
+
+
+if __name__ == "__main__":
+    try:
+        bake()
+    except NotCompiled as error:
+        sys.exit(f"compiled: {error}")
