@@ -7,14 +7,15 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MOST_ROWS = 6 }; /* whose sums, for four rows of W, fit into the registers */
+enum { MOST_ROWS = 8 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
 #include <immintrin.h>
 
 const int gemmwire_few_rows = MOST_ROWS;
 
-enum { COLUMNS = 32, LANES = 4 };
+/* The sums of six rows of x and four of W fit into the registers; W_ROWS stay in the cache for all rows of x. */
+enum { COLUMNS = 32, LANES = 4, TILE_ROWS = 6, W_ROWS = 64 };
 
 static inline __m512bh load(const uint16_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
 
@@ -45,7 +46,7 @@ static inline void store_rounded(uint16_t *at, __m128 y, size_t count) {
 /* `rows` is a constant wherever this is called from, so that the sums stay in registers. */
 static inline __attribute__((always_inline)) void tile(size_t rows, const uint16_t *x, const uint16_t *w, uint16_t *y,
                                                        size_t k, size_t n, size_t lanes) {
-    __m512 sums[MOST_ROWS][LANES];
+    __m512 sums[TILE_ROWS][LANES];
     for (size_t i = 0; i < rows; i++)
         for (size_t j = 0; j < LANES; j++) sums[i][j] = _mm512_setzero_ps();
     /* Where fewer than four rows of W are left, the last is taken again. */
@@ -76,7 +77,14 @@ static void tile_of(size_t rows, const uint16_t *x, const uint16_t *w, uint16_t 
 
 /* x: BF16 [m, k], w: BF16 [n, k], y: BF16 [m, n], all contiguous; m from 1 to MOST_ROWS, k a multiple of 32. */
 void gemmwire_multiply_few_rows(const uint16_t *x, const uint16_t *w, uint16_t *y, size_t m, size_t n, size_t k) {
-    for (size_t j = 0; j < n; j += LANES) tile_of(m, x, w + j * k, y + j, k, n, n - j < LANES ? n - j : LANES);
+    size_t rows = m <= TILE_ROWS ? m : (m + 1) / 2;
+    for (size_t block = 0; block < n; block += W_ROWS) {
+        size_t end = n - block < W_ROWS ? n : block + W_ROWS;
+        for (size_t i = 0; i < m; i += rows)
+            for (size_t j = block; j < end; j += LANES)
+                tile_of(m - i < rows ? m - i : rows, x + i * k, w + j * k, y + i * n + j, k, n,
+                        end - j < LANES ? end - j : LANES);
+    }
 }
 #else
 const int gemmwire_few_rows = 0; /* no instruction for it */
