@@ -154,8 +154,8 @@ class Settings(BaseSettings):
     )
     cache_dir: str = Field(
         "auto",
-        description="folder for measured plans and compiled functions; auto is $XDG_CACHE_HOME/gemmwire, else "
-        "~/.cache/gemmwire",
+        description="folder for measured plans and compiled functions; auto is $XDG_CACHE_HOME/gemmwire, "
+        "else ~/.cache/gemmwire",
     )
     weight_cache: str = Field(
         "",

@@ -23,7 +23,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class FewRows(NamedTuple):
-    """`multiply(x, w, out)`: BF16 [m, k], [n, k] and [m, n], contiguous; m at most `most`, k a multiple of 32."""
+    """`multiply(x, w, out)`: BF16 [m, k], [n, k], [m, n], contiguous; 1 <= m <= `most`, k a multiple of 32."""
 
     most: int
     multiply: Multiply
