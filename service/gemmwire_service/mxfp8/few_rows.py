@@ -23,7 +23,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class FewRows(NamedTuple):
-    """`multiply(x, w, out)`: BF16 [m, k], [n, k], [m, n], contiguous; 1 <= m <= `most`, k a multiple of 32."""
+    """`multiply(x, w, out)`: BF16 [m, k], [n, k], [m, n], contiguous; m from 1 to `most`, k % 32 == 0."""
 
     most: int
     multiply: Multiply
