@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gemmwire.wire import WireError
 
@@ -21,6 +21,8 @@ class UvicornProtocol(HttpToolsProtocol):
     _has_head = False
     _got_on = False
     _deaf = False  # what else comes has no meaning
+    _refusal: bytes | None = None  # of what is no HTTP; it is sent behind the answers to what came before
+    _refused: RequestResponseCycle | None = None  # the request in the body of which that was
     _stuck = 0  # bytes since the parser last came to the end of a head, a piece of a body or a message
 
     def data_received(self, data: bytes) -> None:
@@ -41,6 +43,28 @@ class UvicornProtocol(HttpToolsProtocol):
         if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
             self._deaf = True
             self.cycle.keep_alive = False
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP in its turn: uvicorn would answer it in the place of, or amid, another's."""
+        self._deaf = True
+        answer = closing_answer(_no_http())
+        own = self.cycle if self._in_message and self._has_head else None
+        waits = bool(self.pipeline) and self.pipeline[0][0] is own
+        if (own is None and not self.between_answers) or waits:
+            self._refusal, self._refused = answer, own
+            return
+        if own is None or not own.response_started:
+            if own is not None:
+                own.disconnected = True  # what the app answers now is dropped
+            self.transport.write(answer)
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        following = self.pipeline[-1][0] if self.pipeline else None
+        if self._refusal is not None and following is self._refused and not self.transport.is_closing():
+            self.transport.write(self._refusal)
+            self.transport.close()
+        super().on_response_complete()
 
     def on_message_begin(self) -> None:
         self._in_message = True
@@ -111,6 +135,14 @@ def field_lines(fields: dict[str, str]) -> bytes:
     """The fields of a head as they are written, and the empty line behind them."""
     lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
     return f"{lines}\r\n".encode()
+
+
+def _no_http() -> WireError:
+    return WireError(
+        "http_invalid",
+        "What was sent is no HTTP/1.1 request that can be read; what came before it has been answered",
+        expected="HTTP/1.1",
+    )
 
 
 def _too_large() -> WireError:

@@ -1,4 +1,4 @@
-"""./dev fuzz: every target under atheris, then the API and the engine, for so many minutes together.
+"""./dev fuzz: every target under atheris, then the API, the engine and both paths, for some minutes.
 
   ./dev fuzz [--minutes M] [TARGET ...]
 
@@ -22,8 +22,8 @@ from fuzz.target import CORPUS, Target
 from fuzz.targets import TARGETS
 
 KEPT = CORPUS.parents[2] / ".fuzz"
-TESTS = {"api": "fuzz/test_api.py", "engine": "fuzz/test_engine.py"}
-_TESTS_SHARE = 0.4  # of the time, for the two of them
+TESTS = {name: f"fuzz/test_{name}.py" for name in ("api", "engine", "paths")}
+_TESTS_SHARE = 0.4  # of the time, for all of them
 _SLOWEST_S = 20  # of one input, before it counts as one that hangs
 _LARGEST = 8192  # bytes of an input
 _MEMORY = 3000  # MiB of a process
