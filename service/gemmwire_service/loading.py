@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .backends import AUTO, BACKENDS
+from .backends.emulation import Emulation
 from .buckets import Ladder
 from .device import Device
 from .engine import Engine
@@ -45,7 +46,9 @@ def make_engine(
 def _ladder(settings: Settings, device: torch.device) -> tuple[Ladder, str]:
     """-> (ladder, choice of backends). Batch invariance is a backend's where one has it, else one fixed M."""
     if not settings.batch_invariant:
-        ladder = Ladder.dense_up_to if device.type == "cpu" else Ladder.up_to
+        # There every other backend tries each bucket of each layer before it serves, and a GPU keeps a graph.
+        costs_nothing = device.type == "cpu" and settings.backend in (AUTO, Emulation.name)
+        ladder = Ladder.dense_up_to if costs_nothing else Ladder.up_to
         return ladder(settings.max_bucket), settings.backend
     if settings.backend in (AUTO, INVARIANT) and BACKENDS[INVARIANT]().unavailable(device) is None:
         return Ladder.up_to(settings.max_bucket), INVARIANT

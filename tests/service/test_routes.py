@@ -120,7 +120,7 @@ def test_the_server_is_ready_says_so_and_answers_right_at_the_failing_buckets(
     ) as served:
         config = call(served, "GET", "/v2/models/m.plain/config").json
         assert config["backend"] == "scripted"
-        assert {each["bucket"] for each in config["fallbacks"]} == {256, 512}
+        assert {each["bucket"] for each in config["fallbacks"]} == {256, 384, 512}
         plans = {each["bucket"]: each["backend"] for each in config["plans"]}
         assert (plans[128], plans[256]) == ("scripted", "emulation")
         for m in (1, 300):

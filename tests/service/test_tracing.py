@@ -56,7 +56,7 @@ def test_a_request_is_a_child_of_the_callers_span(server: Served, spans: InMemor
         "http.response.status_code": 200,
         "gemmwire.layer": "m.plain",
         "gemmwire.rows": 3,
-        "gemmwire.bucket": 4,
+        "gemmwire.bucket": 3,
         "gemmwire.backend": "emulation",
         "gemmwire.request_id": "abc",
     }
