@@ -1,8 +1,7 @@
 """Fixed rows to try a layer with, and what the unquantized weight answers to them.
 
-The rows depend on the layer's name and K alone, so two servers of one checkpoint state the same error. Their
-blocks of 32 differ by up to 2^23 in magnitude: a scale read from the wrong place then shows, where rows of
-one magnitude would hide it.
+The rows depend on the layer's name and K alone, so two servers of one checkpoint state the same error. They
+are otherwise like those of `sample`.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ from torch import Tensor
 
 from gemmwire_service.checkpoint.base import Probe
 from gemmwire_service.mxfp8.format import BLOCK
+from gemmwire_service.sample import EXPONENTS, LARGEST, scaled
 
 ROWS = 4
-EXPONENTS = (-12, 12)  # of a block, upper end excluded
 _CHUNK = 1 << 18  # elements of W that are in FP32 at one time
 
 
 def probe_rows(name: str, k: int) -> Tensor:
-    """BF16 [4, K]: integers of at most 7 bits times a power of two per block of 32, hence exact in BF16."""
+    """BF16 [4, K]."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{k}".encode()))
     blocks = -(-k // BLOCK)
-    integers = torch.randint(-127, 128, (ROWS, blocks, BLOCK), generator=generator)
+    integers = torch.randint(-LARGEST, LARGEST + 1, (ROWS, blocks, BLOCK), generator=generator)
     exponents = torch.randint(*EXPONENTS, (ROWS, blocks, 1), generator=generator)
-    rows = torch.ldexp(integers.float(), exponents - 6)  # integers / 64 have magnitude 1
-    return rows.reshape(ROWS, blocks * BLOCK)[:, :k].to(torch.bfloat16).contiguous()
+    return scaled(integers, exponents.int())[:, :k].contiguous()
 
 
 def make_probe(name: str, weight: Tensor, bias: Tensor | None) -> Probe:
