@@ -24,7 +24,7 @@ from gemmwire_service.errors import BackendError
 from gemmwire_service.mxfp8.fake import Workspace, compiled_few_rows, fake_quantize
 from gemmwire_service.mxfp8.few_rows import LARGEST, FewRows
 from gemmwire_service.mxfp8.format import dequantize
-from gemmwire_service.mxfp8.weight import MxWeight
+from gemmwire_service.mxfp8.weight import MxWeight, all_finite
 
 log = logging.getLogger("gemmwire.emulation")
 
@@ -250,8 +250,7 @@ def split_bias(bias: Tensor) -> Iterator[Tensor]:
 
 
 def _refuse_overflow(part: Tensor, first: int) -> None:
-    ends = torch.stack(torch.aminmax(part))
-    if ends.isfinite().all():
+    if all_finite(part):
         return
     row, column = (~part.isfinite()).nonzero()[0].tolist()
     raise BackendError(
