@@ -12,7 +12,6 @@ from gemmwire_service.mxfp8.format import BLOCK
 
 GOLDENS = Path(__file__).parent / "goldens" / "mxfp8_quantize_cuda.npz"
 PLACE = 7  # of the one element that is not zero
-INFINITY = 0x7F80  # BF16's, as bits
 
 
 def goldens() -> Tensor:

@@ -198,11 +198,6 @@ def progress_of(model: Model) -> Progress:
     return Progress(f"loading {model.source.path}", nbytes, len(names), write=log.info)
 
 
-def load_layers(settings: Settings, choice: str, device: Device) -> Iterator[Layer]:
-    """As a server's start does it. Errors: SettingsError, CheckpointError, BackendError."""
-    return Loader(settings, choice).load_all(device)
-
-
 def _unique(layers: Iterator[Layer] | list[Layer], names: set[str]) -> Iterator[Layer]:
     for layer in layers:
         if layer.name in names:

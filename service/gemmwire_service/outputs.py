@@ -34,10 +34,6 @@ class Outputs(NamedTuple):
     columns: tuple[Columns, ...]
 
 
-def output_names(spec: LayerSpec) -> tuple[str, ...]:
-    return (OUTPUT, *(part.name for part in spec.parts))
-
-
 def read_outputs(request: InferRequest, spec: LayerSpec, datatype: str) -> Outputs:
     """`datatype` is that of an output which names none. No outputs, or an empty list, asks for every one.
 

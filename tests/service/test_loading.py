@@ -15,7 +15,7 @@ from gemmwire_service.buckets import Ladder
 from gemmwire_service.device import Device
 from gemmwire_service.errors import CheckpointError, SettingsError
 from gemmwire_service.layer import Layer
-from gemmwire_service.loader import load_layers
+from gemmwire_service.loader import Loader
 from gemmwire_service.loading import choose_device
 from gemmwire_service.mxfp8.layout import ScaleLayout, swizzle
 from gemmwire_service.mxfp8.weight import MxWeight
@@ -27,7 +27,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 
 def load(options: Settings) -> list[Layer]:
     device = Device(torch.device("cpu"), Ladder.up_to(8), lambda message: None)
-    return list(load_layers(options, "emulation", device))
+    return list(Loader(options, "emulation").load_all(device))
 
 
 def test_unquantized_layers_are_served_when_they_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -60,7 +60,7 @@ import torch
 from gemmwire_service.backends.storage import nbytes
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.device import Device
-from gemmwire_service.loader import load_layers
+from gemmwire_service.loader import Loader
 from gemmwire_service.settings import Settings
 
 torch.set_num_threads(1)
@@ -68,7 +68,7 @@ torch.set_num_threads(1)
 def load(path):
     settings = Settings(device="cpu", model=(path,), cache_dir=path.partition("=")[2])
     device = Device(torch.device("cpu"), Ladder((8,)), print)
-    return list(load_layers(settings, settings.backend, device))
+    return list(Loader(settings, settings.backend).load_all(device))
 
 small = load("m=" + sys.argv[1])
 before = status("VmRSS")
