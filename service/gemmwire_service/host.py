@@ -12,7 +12,7 @@ from torch import Tensor
 from gemmwire.wire import Buffer
 
 from .backends.base import PreparedWeight
-from .backlog import Answer, Item
+from .backlog import Item
 from .buckets import Ladder
 from .done import Done, answer
 from .layer import Layer
@@ -96,8 +96,7 @@ class Host:
         out = self._compute(x, layer, bucket)
         computed = time.monotonic_ns()
         pieces = [as_bytes(y) for y in _split(out, batch, layer.spec.n)]
-        times = BatchTimes(began, filled - began, computed - filled, time.monotonic_ns() - computed)
-        return Done(batch, _answers(batch, pieces, layer, bucket, times), bucket, times)
+        return _done(batch, pieces, layer, bucket, began, filled, computed)
 
     def _place(self, batch: list[Item], layer: Layer, bucket: int) -> _Place | None:
         """Where a small batch is computed without a tensor made for it; None for any other.
@@ -129,8 +128,7 @@ class Host:
             end = start + item.rows * layer.spec.n * 2
             pieces.append(bytes(place.y_bytes[start:end]))
             start = end
-        times = BatchTimes(began, filled - began, computed - filled, time.monotonic_ns() - computed)
-        return Done(batch, _answers(batch, pieces, layer, bucket, times), bucket, times)
+        return _done(batch, pieces, layer, bucket, began, filled, computed)
 
     def _forward_chunks(self, item: Item) -> Done:
         """Each chunk at the largest bucket, the last one too: the answer names one bucket for all rows."""
@@ -184,10 +182,23 @@ class Host:
         route.backend.forward(x, route.weight, route.plan, out)
 
 
-def _answers(
-    batch: list[Item], pieces: Sequence[Buffer], layer: Layer, bucket: int, times: BatchTimes
-) -> list[Answer | Exception | None]:
-    return [answer(item, y, layer, bucket, times) for item, y in zip(batch, pieces, strict=True)]
+def _done(
+    batch: list[Item],
+    pieces: Sequence[Buffer],
+    layer: Layer,
+    bucket: int,
+    began: int,
+    filled: int,
+    computed: int,
+) -> Done:
+    """The bytes of each request's answer, and the ns at which x was filled and y computed."""
+    times = BatchTimes(began, filled - began, computed - filled, time.monotonic_ns() - computed)
+    return Done(
+        batch,
+        [answer(item, y, layer, bucket, times) for item, y in zip(batch, pieces, strict=True)],
+        bucket,
+        times,
+    )
 
 
 def _fits(source: Tensor, layer: Layer, bucket: int) -> bool:
