@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -199,17 +199,21 @@ def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
         if not engine.layers:
             engine.refuse_unless_ready()
         _refuse_part(engine, name)
-        known = sorted(engine.layers)
-        shown = (", ".join(known[:5]) or "none") + (f", ... ({len(known)} in all)" if len(known) > 5 else "")
-        raise WireError(
-            "layer_unknown",
-            f"There is no layer {name[:120]!r}; the layers are {shown}. POST /v2/repository/index lists them",
-            status=404,
-            expected=known[:5],
-            got=name[:120],
-        )
+        raise unknown_layer(name, engine.layers)
     _refuse_other(name, version, layer.version)
     return layer
+
+
+def unknown_layer(name: str, layers: Iterable[str]) -> WireError:
+    known = sorted(layers)
+    shown = (", ".join(known[:5]) or "none") + (f", ... ({len(known)} in all)" if len(known) > 5 else "")
+    return WireError(
+        "layer_unknown",
+        f"There is no layer {name[:120]!r}; the layers are {shown}. POST /v2/repository/index lists them",
+        status=404,
+        expected=known[:5],
+        got=name[:120],
+    )
 
 
 def _refuse_part(engine: Engine, name: str) -> None:

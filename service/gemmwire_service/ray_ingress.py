@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +19,9 @@ from gemmwire.wire import WireError
 
 from .access import Access
 from .body import ClientLeft, declared_length, read_body
-from .errors import EngineError, QueueFull
+from .errors import EngineError
+from .held import Coming, Held
+from .infer import unknown_layer
 from .ray_replica import Asked, Fields, Told, path_of, refuse
 
 _LAYER = re.compile(r"/v2/(?:models|repository/models)/(?P<layer>[^/]+)(?:/.*)?")
@@ -52,7 +53,7 @@ class Distributor:
         self._parts = parts
         self._access = access
         self._bounds = bounds
-        self._held = 0
+        self._held = Held(bounds.all)
         self._part_of: dict[str, Part] = {}
 
     async def find_out(self) -> None:
@@ -82,7 +83,8 @@ class Distributor:
         if refusal is not None:
             raise refusal
         parts = self._whom(method, path)
-        async with self._body(method, headers, receive) as body:
+        with self._held.coming() as coming:  # until it is answered
+            body = await self._body(method, headers, receive, coming)
             asked = Asked(method, path, scope["query_string"], headers, body)
             told = await asyncio.gather(*(part.ask(asked) for part in parts))
         return told[0] if len(told) == 1 else merged(path, told)
@@ -98,43 +100,14 @@ class Distributor:
             raise _no_route(method, path)
         part = self._part_of.get(match["layer"])
         if part is None:
-            raise self._unknown(match["layer"])
+            raise unknown_layer(match["layer"], self._part_of)
         return [part]
 
-    @asynccontextmanager
-    async def _body(self, method: str, headers: Fields, receive: Receive) -> AsyncIterator[bytes]:
+    async def _body(self, method: str, headers: Fields, receive: Receive, coming: Coming) -> bytes:
         """Errors: WireError; QueueFull while others take up the room."""
-        taken = 0
-
-        def grow(nbytes: int) -> None:
-            nonlocal taken
-            if self._held and self._held + nbytes > self._bounds.all:
-                raise QueueFull(
-                    f"{self._held} bytes of requests are passed on and {nbytes} more pass the bound of "
-                    f"{self._bounds.all}; try again later, or raise max_queue_bytes",
-                    expected=f"<= {self._bounds.all}",
-                    got=self._held + nbytes,
-                )
-            self._held += nbytes
-            taken += nbytes
-
         limit = self._bounds.weights if method == "PUT" else self._bounds.body
-        try:
-            length = declared_length(dict(headers), limit)
-            yield bytes(await read_body(receive, length, limit, 0, grow))
-        finally:
-            self._held -= taken
-
-    def _unknown(self, layer: str) -> WireError:
-        known = sorted(self._part_of)
-        shown = ", ".join(known[:5]) + (f", ... ({len(known)} in all)" if len(known) > 5 else "")
-        return WireError(
-            "layer_unknown",
-            f"There is no layer {layer[:120]!r}; the layers are {shown}. POST {_INDEX} lists them",
-            status=404,
-            expected=known[:5],
-            got=layer[:120],
-        )
+        length = declared_length(dict(headers), limit)
+        return bytes(await read_body(receive, length, limit, 0, coming.grow))
 
 
 def merged(path: str, told: Sequence[Told]) -> Told:
