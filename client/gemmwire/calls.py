@@ -24,9 +24,8 @@ class Call(Generic[T]):
         self._exchange = exchange
         self._retries = retries
         self._failures = 0
-        self._lost: TransportError | GatewayFailed | None = (
-            None  # an attempt of which nobody knows what became
-        )
+        # An attempt of which nobody knows what became.
+        self._lost: TransportError | GatewayFailed | None = None
         self._end = None if exchange.timeout is None else time.monotonic() + exchange.timeout
         self.timeout = exchange.timeout
 
