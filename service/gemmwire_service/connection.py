@@ -68,6 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self._lane = lane
         self._state = server_state
         self._uvicorn = UvicornProtocol(config, server_state, app_state, _loop)
+        self._uvicorn.reject = lane.infer.traffic.reject
         self._loop = self._uvicorn.loop
         self._transport: asyncio.Transport
         self._exchange: _Exchange | None = None

@@ -18,6 +18,7 @@ from .listener import BACKLOG
 from .patience import Patience
 from .request_log import LoggedRoutes
 from .settings import Settings
+from .uvicorn_protocol import is_for_the_log
 
 log = logging.getLogger("gemmwire.server")
 
@@ -89,6 +90,7 @@ def make_server(app: Service, settings: Settings) -> uvicorn.Server:
             ssl_keyfile=settings.tls_key or None,
         )
     )
+    logging.getLogger("uvicorn.error").addFilter(is_for_the_log)
     app.state.lane = lane
     if lane.takes_infer:
         app.state.engine.answering = lane

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import lru_cache
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -14,7 +16,13 @@ from .infer import error_reply, reply_fields
 LONGEST_HEAD = 64 << 10  # bytes of a head, or of what describes a chunked body
 
 
+def is_for_the_log(record: logging.LogRecord) -> bool:
+    """A filter of uvicorn's log: what anybody can have it write, again and again, is counted instead."""
+    return record.msg != "Invalid HTTP request received."
+
+
 class UvicornProtocol(HttpToolsProtocol):
+    reject: Callable[[str], None] | None = None  # hears the code of each refusal that no app makes
     began = 0.0  # when the message under way did, on the event loop's clock
     received = 0  # bytes of its body
     _in_message = False
@@ -34,12 +42,11 @@ class UvicornProtocol(HttpToolsProtocol):
         self._stuck = 0 if self._got_on else self._stuck + len(data)
         if self._stuck > LONGEST_HEAD and not self.transport.is_closing():
             if self.between_answers:
-                self.transport.write(closing_answer(_too_large()))
+                self.transport.write(self._refuse(_too_large()))
             self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
         """An offer is declined; but the parser has skipped the body, and takes it for the next request."""
-        super()._unsupported_upgrade_warning()
         if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
             self._deaf = True
             self.cycle.keep_alive = False
@@ -47,7 +54,7 @@ class UvicornProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP in its turn: uvicorn would answer it in the place of, or amid, another's."""
         self._deaf = True
-        answer = closing_answer(_no_http())
+        answer = self._refuse(_no_http())
         own = self.cycle if self._in_message and self._has_head else None
         waits = bool(self.pipeline) and self.pipeline[0][0] is own
         if (own is None and not self.between_answers) or waits:
@@ -58,6 +65,11 @@ class UvicornProtocol(HttpToolsProtocol):
                 own.disconnected = True  # what the app answers now is dropped
             self.transport.write(answer)
         self.transport.close()
+
+    def _refuse(self, error: WireError) -> bytes:
+        if self.reject is not None:
+            self.reject(error.code)
+        return closing_answer(error)
 
     def on_response_complete(self) -> None:
         following = self.pipeline[-1][0] if self.pipeline else None

@@ -102,11 +102,12 @@ def test_ten_thousand_requests_that_are_none_leave_nothing(server: Tampered) -> 
     assert_serves(server)
     nonsense(server, 100)
     until(lambda: files(server) < 100, "connections stay open")
-    before, held = files(server), memory(server)
+    before, held, said = files(server), memory(server), len(server.text)
     nonsense(server, 450)
     assert_serves(server)
     until(lambda: files(server) <= before, "connections stay open")
     assert memory(server) - held < 8 << 20
+    assert len(server.text) - said < 10_000, "each of them is in the log"
 
 
 def test_a_body_beyond_the_limit_takes_no_memory(server: Tampered) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,15 @@ def test_alone_it_is_refused_at_once(served: Served, wrong: bytes, caplog: pytes
         assert link.recv(1) == b""
     until(lambda: served.lane.connections == 0, "the connection is still there")
     assert_no_fault(caplog)
+
+
+def test_it_is_counted_and_not_said(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards: a log that a stranger fills the disk with."""
+    before = served.lane.infer.traffic.rejects.get("http_invalid", 0)
+    for wrong in (GARBAGE, CHUNKED + b"ZZ\r\n", b"POST " + b"/" * 80_000):
+        with linked(served) as link, suppress(ConnectionError):
+            link.sendall(wrong)
+            answers(link, 1)
+    rejects = served.lane.infer.traffic.rejects
+    assert (rejects["http_invalid"] - before, rejects["head_too_large"]) == (2, 1)
+    assert caplog.messages == []
