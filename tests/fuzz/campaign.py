@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from fuzz.effort import VARIABLE
+from fuzz.effort import FOLDER, VARIABLE, in_memory
 from fuzz.target import CORPUS, Target
 from fuzz.targets import TARGETS
 
@@ -56,7 +56,8 @@ def atheris(target: Target, seconds: float) -> int:
     }
     command = [sys.executable, "-m", "fuzz.instrumented", target.name]
     command += [f"-{name}={value}" for name, value in flags.items()]
-    return report(target.name, [*command, str(learned)], {})
+    with in_memory() as place:  # libFuzzer leaves without cleaning up
+        return report(target.name, [*command, str(learned)], {FOLDER: place})
 
 
 def tested(name: str, seconds: float) -> int:

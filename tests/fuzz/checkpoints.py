@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fuzz.effort import FOLDER, in_memory
 from fuzz.target import Target, quoted
 from gemmwire_service.backends.base import LayerSpec
 from gemmwire_service.checkpoint import open_checkpoint
@@ -94,9 +95,13 @@ def read_all(path: Path) -> None:
 
 @cache
 def folder() -> Path:
-    """In memory, where there is such a place: thousands of files a second are written."""
-    shared = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="gemmwire-fuzz-", dir=shared if os.access(shared, os.W_OK) else None))
+    """Gone with this process, or with the one that gave it."""
+    given = os.environ.get(FOLDER)
+    if given:
+        return Path(given)
+    made = in_memory()
+    atexit.register(made.cleanup)
+    return Path(made.name)
 
 
 def _safetensors(**entries: tuple[str, Any, bytes]) -> bytes:

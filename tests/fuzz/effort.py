@@ -1,12 +1,14 @@
-"""How long the tests of this folder look: a moment in the whole suite, as long as ./dev fuzz says there."""
+"""How long the tests of this folder look, and where: a moment in the whole suite, else as ./dev fuzz says."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 
 VARIABLE = "GEMMWIRE_FUZZ_SECONDS"
+FOLDER = "GEMMWIRE_FUZZ_FOLDER"  # for files of one target; thousands are written each second
 
 
 def while_there_is_time(look: Callable[[], None]) -> None:
@@ -15,3 +17,9 @@ def while_there_is_time(look: Callable[[], None]) -> None:
     look()
     while time.monotonic() < end:
         look()
+
+
+def in_memory() -> TemporaryDirectory[str]:
+    """A folder in memory, where there is such a place."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return TemporaryDirectory(prefix="gemmwire-fuzz-", dir=place)

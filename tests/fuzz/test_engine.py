@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import shutil
 import tempfile
 import threading
 import time
@@ -75,6 +77,7 @@ def weight(seed: int) -> Tensor:
 def root() -> Path:
     """Models `one` and `two`, each with layers `a` and `b`: seeds 0 to 3."""
     place = Path(tempfile.mkdtemp(prefix="gemmwire-states-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     for index, model in enumerate(MODELS):
         (place / model).mkdir()
         tensors = {f"{name}.weight": weight(2 * index + at) for at, name in enumerate(LAYERS)}
