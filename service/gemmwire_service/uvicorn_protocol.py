@@ -31,6 +31,7 @@ class UvicornProtocol(HttpToolsProtocol):
     _deaf = False  # what else comes has no meaning
     _refusal: bytes | None = None  # of what is no HTTP; it is sent behind the answers to what came before
     _refused: RequestResponseCycle | None = None  # the request in the body of which that was
+    _described = 0  # bytes of the head and the trailer so far
     _stuck = 0  # bytes since the parser last came to the end of a head, a piece of a body or a message
 
     def data_received(self, data: bytes) -> None:
@@ -54,7 +55,7 @@ class UvicornProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP in its turn: uvicorn would answer it in the place of, or amid, another's."""
         self._deaf = True
-        answer = self._refuse(_no_http())
+        answer = self._refuse(_too_large() if self._described > LONGEST_HEAD else _no_http())
         own = self.cycle if self._in_message and self._has_head else None
         waits = bool(self.pipeline) and self.pipeline[0][0] is own
         if (own is None and not self.between_answers) or waits:
@@ -82,7 +83,22 @@ class UvicornProtocol(HttpToolsProtocol):
         self._in_message = True
         self._has_head = False
         self.began, self.received = self.loop.time(), 0
+        self._described = 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._describe(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._describe(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _describe(self, nbytes: int) -> None:
+        """A head that comes in one piece has the bound of one that comes in many."""
+        self._described += nbytes
+        if self._described > LONGEST_HEAD:
+            raise _too_large()  # the parser stops, and uvicorn calls send_400_response
 
     def on_headers_complete(self) -> None:
         self._got_on = True

@@ -110,3 +110,25 @@ def test_a_head_has_an_end(server: Served, sent: bytes) -> None:
         while chunk := link.recv(1 << 16):
             received += chunk
         assert b"HTTP/1.1 431 " in received
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"X-Long: " + b"x" * 60_000, 200),
+        (b"X-Long: " + b"x" * 100_000, 431),
+        (b"A: x\r\n" * 25_000 + b"A: x", 431),
+    ],
+    ids=["below", "field", "fields"],
+)
+def test_a_head_in_one_piece_has_the_same_bound(server: Served, head: bytes, status: int) -> None:
+    """Guards: a bound that only what comes in pieces has, so that one request is now refused and now taken."""
+    with linked(server) as link, suppress(ConnectionError):
+        link.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+        assert statuses([link.recv(1 << 16)]) == [status]
+
+
+def test_a_target_in_one_piece_has_it_too(server: Served) -> None:
+    with linked(server) as link, suppress(ConnectionError):
+        link.sendall(b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
