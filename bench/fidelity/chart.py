@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
+from figures.svg import FONT, WIDTH, document
+
 from fidelity.language import CORPUS
 from fidelity.precisions import PRECISIONS, REFERENCE
 
 COLOURS = {"bf16": "#6b7280", "mxfp8_weights": "#60a5fa", "mxfp8": "#1d4ed8", "mxfp8_floor": "#f59e0b"}
-WIDTH, LEFT, RIGHT = 780, 110, 90
+LEFT, RIGHT = 110, 90
 BAR, GAP, HEAD = 16, 12, 34
-FONT = 'font-family="system-ui, sans-serif" font-size="12" fill="#111827"'
 Row = dict[str, Any]
 
 
@@ -39,9 +40,7 @@ def chart(found: dict[str, Any]) -> str:
     for panel in _panels(found):
         drawn, top = _drawn(panel, top)
         parts += drawn
-    size = f'width="{WIDTH}" height="{top}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {top}">'
-    return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+    return document(parts, top)
 
 
 def _panels(found: dict[str, Any]) -> list[Panel]:

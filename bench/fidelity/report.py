@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from figures.page import as_json, replaced, table
 
 from fidelity.chart import chart
 from fidelity.language import CORPUS
 from fidelity.precisions import PRECISIONS, REFERENCE
 
 PAGE, JSON, CHART = "accuracy.md", "accuracy.json", "accuracy.svg"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 TITLES = {precision.name: precision.title for precision in PRECISIONS}
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ def _language(rows: Sequence[Row]) -> str:
         "same first token",
     )
     titles = {text.name: text.title for text in CORPUS}
-    return _table(
+    return table(
         head,
         [
             (
@@ -57,7 +57,7 @@ def _language(rows: Sequence[Row]) -> str:
 
 def _embedding(rows: Sequence[Row]) -> str:
     head = ("linear layers", "cosine, mean", "least", "relative error, mean", "most", "one element, most")
-    return _table(
+    return table(
         head,
         [
             (
@@ -84,7 +84,7 @@ def _ranking(rows: Sequence[Row]) -> str:
         "other nearest",
         "margin",
     )
-    return _table(
+    return table(
         head,
         [
             (
@@ -104,24 +104,6 @@ def _ranking(rows: Sequence[Row]) -> str:
 
 def _difference(row: Row, shown: str) -> str:
     return "" if row["precision"] == REFERENCE else shown
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def as_json(found: dict[str, Any]) -> str:
-    return json.dumps(found, indent=1) + "\n"
-
-
-def replaced(page: str, text: str) -> str:
-    """The page with `text` between its marks. ValueError where it has not both, once."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in after:
-        raise ValueError(f"{PAGE} has to hold {BEGIN} and {END}, once each and in this order")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
 def write(found: dict[str, Any], folder: Path) -> None:

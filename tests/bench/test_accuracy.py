@@ -13,6 +13,7 @@ pytest.importorskip("glassllm")
 
 from fidelity import chart, embedding, language, report, sentences
 from fidelity.precisions import PRECISIONS, REFERENCE
+from figures import page
 
 from gemmwire import Client
 from serving import Served, serving, settings
@@ -80,8 +81,8 @@ def test_sentences_are_two_of_each_meaning_and_none_twice() -> None:
 
 def test_the_page_shows_what_was_measured(found: dict[str, Any]) -> None:
     """Guards: a table that was edited, or forgotten when the figures changed."""
-    page = (DOCS / report.PAGE).read_text()
-    assert page == report.replaced(page, report.tables(found)), "./dev bench accuracy --write"
+    shown = (DOCS / report.PAGE).read_text()
+    assert shown == page.replaced(shown, report.tables(found)), "./dev bench accuracy --write"
     assert (DOCS / report.CHART).read_text() == chart.chart(found), "./dev bench accuracy --write"
 
 
@@ -114,7 +115,7 @@ def test_the_chart_has_a_bar_for_each_difference(found: dict[str, Any]) -> None:
 def test_a_page_without_its_marks_is_refused() -> None:
     """Guards: a page that is overwritten as a whole."""
     with pytest.raises(ValueError, match="once each"):
-        report.replaced(f"{report.END} {report.BEGIN}", "")
-    assert report.replaced(f"a {report.BEGIN} old {report.END} b", "new") == (
-        f"a {report.BEGIN}\n\nnew\n\n{report.END} b"
+        page.replaced(f"{page.END} {page.BEGIN}", "")
+    assert page.replaced(f"a {page.BEGIN} old {page.END} b", "new") == (
+        f"a {page.BEGIN}\n\nnew\n\n{page.END} b"
     )
