@@ -40,6 +40,8 @@ class UvicornProtocol(HttpToolsProtocol):
             return
         self._got_on = False
         super().data_received(data)
+        if self._deaf:  # by what came; what is owed for it is sent in its turn
+            return
         self._stuck = 0 if self._got_on else self._stuck + len(data)
         if self._stuck > LONGEST_HEAD and not self.transport.is_closing():
             if self.between_answers:

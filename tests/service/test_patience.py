@@ -122,7 +122,7 @@ def test_a_head_has_an_end(server: Served, sent: bytes) -> None:
     ids=["below", "field", "fields"],
 )
 def test_a_head_in_one_piece_has_the_same_bound(server: Served, head: bytes, status: int) -> None:
-    """Guards: a bound that only what comes in pieces has, so that one request is now refused and now taken."""
+    """Guards: a bound that only what comes in pieces has, and a request that is sometimes refused."""
     with linked(server) as link, suppress(ConnectionError):
         link.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
         assert statuses([link.recv(1 << 16)]) == [status]
@@ -132,3 +132,15 @@ def test_a_target_in_one_piece_has_it_too(server: Served) -> None:
     with linked(server) as link, suppress(ConnectionError):
         link.sendall(b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
         assert link.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05], ids=["at-once", "behind"])
+def test_a_large_head_costs_the_request_before_it_nothing(server: Served, pause: float) -> None:
+    """Guards: a connection that is closed with an answer under way."""
+    long = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 100_000 + b"\r\n\r\n"
+    with linked(server) as link:
+        with held(server):
+            for sent in (GOOD + long,) if not pause else (GOOD, long):
+                link.sendall(sent)
+                time.sleep(pause)
+        assert statuses(answers(link, 2)) == [200, 431]
