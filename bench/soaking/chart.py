@@ -49,8 +49,8 @@ def chart(found: dict[str, Any]) -> str:
     for panel in PANELS:
         parts += _panel(panel, samples, width, min(found["settle_s"], width), top)
         top += TITLE + HEIGHT + GAP
-    parts.append(_text(WIDTH - RIGHT, top, "minutes", "end"))
-    return document(parts, top + 10)
+    parts.append(_text(WIDTH - RIGHT, top + 8, "minutes", "end"))
+    return document(parts, top + 16)
 
 
 def _panel(
@@ -62,7 +62,7 @@ def _panel(
     parts = [
         f'<rect x="{LEFT}" y="{top + TITLE}" width="{settle * across:.1f}" height="{HEIGHT}" fill="{GREY}"/>',
         *_titles(panel, top),
-        _text(LEFT - 6, top + TITLE + 10, f"{most:.3g}", "end"),
+        _text(LEFT - 6, top + TITLE + 10, f"{most:.0f}" if most >= 100 else f"{most:.3g}", "end"),
         _text(LEFT - 6, bottom, "0", "end"),
         *(
             _text(LEFT + 60 * minute * across, bottom + 14, f"{minute:g}", "middle")
