@@ -33,6 +33,7 @@ log = logging.getLogger("gemmwire.device")
 # where nobody else is expected, who would wait for the device in any case.
 _NOW_UP_TO = 1 << 24
 _ALONE_UP_TO = 1 << 29
+_LONGEST_NOW_NS = 5_000_000  # that such forwards took so far; without BF16 instructions it is ten times that
 _EFFICIENT = 64  # rows from which a CPU's matmul takes a time in proportion to them
 
 GRAPH_BUDGET = 4 << 30  # bytes
@@ -245,7 +246,11 @@ class Device:
             return None
         bucket = self.ladder.bucket_for(rows)
         most = _ALONE_UP_TO if alone else _NOW_UP_TO
-        if work(bucket, batch[0].layer.routes.by_bucket[bucket].weight) > most:
+        layer = batch[0].layer
+        if work(bucket, layer.routes.by_bucket[bucket].weight) > most:
+            return None
+        before = layer.stats.buckets.get(bucket)
+        if before is not None and before.ns > before.forwards * _LONGEST_NOW_NS:
             return None
         if not self._turn.acquire(blocking=False):
             return None

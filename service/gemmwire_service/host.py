@@ -32,7 +32,8 @@ _COPY_BELOW = 64 << 10
 
 @dataclass(frozen=True)
 class Threads:
-    """Of one matmul. Results do not depend on their number: each adds up whole dot products."""
+    """Of one matmul: which of them follows from its bucket and weight alone. On processors without BF16
+    instructions oneDNN may split a long sum among threads, and its last bit depends on their number."""
 
     few: int
     all: int

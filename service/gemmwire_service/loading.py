@@ -81,10 +81,11 @@ def choose_device(name: str) -> torch.device:
         return device
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
+        known = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        there = "is one CUDA device" if count == 1 else f"are {count} CUDA devices"
         raise SettingsError(
-            f"--device is {name}, but there are {count} CUDA devices here, cuda:0 to cuda:{count - 1}; "
-            "choose one of them",
-            expected=f"cuda:0 to cuda:{count - 1}",
+            f"--device is {name}, but there {there} here, {known}; choose from them",
+            expected=known,
             got=name,
         )
     return torch.device("cuda", index)  # to make it current takes its number

@@ -27,6 +27,7 @@ from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.pipeline import Machine
 from gemmwire_service.routes import Route, Routes
+from gemmwire_service.stats import BatchTimes
 from http_calls import datatype, raw
 from oracle import assert_rows_close, reference, spread
 from serving import hold
@@ -538,6 +539,32 @@ def test_a_large_matmul_is_left_to_the_device_thread(monkeypatch: pytest.MonkeyP
             for m in (1, 4096):
                 await r.answer("a", spread(m, K))
             assert threads == ["MainThread", "gemmwire-device"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_forward_that_has_taken_long_is_left_to_the_device_thread(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: an event loop that answers nobody for 40 ms at a time, on a processor that is slow at BF16."""
+
+    async def test() -> None:
+        async with rig() as r:
+            r.engine.alone = lambda: alone
+            threads: list[str] = []
+            real = r.backend.forward
+
+            def noting(*arguments: Any) -> None:
+                threads.append(threading.current_thread().name)
+                real(*arguments)
+
+            monkeypatch.setattr(r.backend, "forward", noting)
+            slow = BatchTimes(0, 0, 40_000_000, 0)
+            r.engine.layers["a"].stats.count_batch(2, slow)
+            for layer, m in (("a", 1), ("a", 2), ("b", 2)):
+                await r.answer(layer, spread(m, K))
+            assert threads == ["MainThread", "gemmwire-device", "MainThread"]
 
     run(test)
 

@@ -91,3 +91,6 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SettingsError, match="there are 2 CUDA devices here, cuda:0 to cuda:1"):
         choose_device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SettingsError, match="there is one CUDA device here, cuda:0; choose"):
+        choose_device("cuda:1")

@@ -93,6 +93,10 @@ class Operands:
         large: dict[_Width, _Scratch] = self._threads.__dict__.setdefault("large", {})
         found = large.get((k_pad, columns, device))
         if found is None or len(found.operand) < bucket:
+            if device.type == "cpu":  # where no graph holds them, the smaller would be kept for nothing
+                kept: dict[_Key, _Scratch] = self._threads.kept
+                for key in [each for each in kept if each[1:] == (k_pad, columns, device)]:
+                    del kept[key]
             found = large[k_pad, columns, device] = _allocate(bucket, k_pad, columns, device)
         return found
 

@@ -10,6 +10,7 @@ for each level of x86-64 that helps.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import shutil
@@ -18,15 +19,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+log = logging.getLogger("gemmwire.mxfp8")
+
 FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "fake_cpu.c", FOLDER / "few_rows.c")
-OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-std=c11")
+# They come after those of CC, and undo some: a library that is linked for fast math has the thread that loads it
+# flush what is below 2^-126, also in what torch computes.
+OPTIONS = (
+    "-O3",
+    "-fno-fast-math",
+    "-fno-unsafe-math-optimizations",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+    "-std=c11",
+)
 # What a level needs of /proc/cpuinfo, and how gcc and clang are told of it; the better one first.
-_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+_V3 = frozenset({"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 LEVELS = {
     "x86-64-v4-bf16": (_V4 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
@@ -55,9 +69,13 @@ def load(source: Path, folder: Path | None) -> Library:
 
     Where there is none that it can be kept in, it is compiled anew. Errors: NotCompiled.
     """
-    path = _baked(source) or _cached(source, folder)
-    if path is not None:
-        return _opened(path)
+    for find in (_baked, partial(_cached, folder=folder)):
+        path = find(source)
+        try:
+            if path is not None:
+                return _opened(path)
+        except NotCompiled as error:  # it is damaged, or its file system runs nothing
+            log.warning("%s is compiled anew at each start: %s", source.name, error)
     with tempfile.TemporaryDirectory(prefix="gemmwire-") as name:  # once loaded, it needs its file no more
         path = Path(name) / f"{source.stem}.so"
         _compile(source, path, FOR_HERE)
@@ -76,7 +94,7 @@ def _opened(path: Path) -> Library:
 
 def _baked(source: Path) -> Path | None:
     """One that was compiled beside the source for a level that this processor has."""
-    flags = set(_processor().split())
+    flags = set(_flags().split())
     for level, (needed, _) in LEVELS.items():
         path = _beside(source, level)
         if needed <= flags and path.is_file():
@@ -85,44 +103,67 @@ def _baked(source: Path) -> Path | None:
 
 
 def _beside(source: Path, level: str) -> Path:
-    return source.with_name(f"{source.stem}-{level}.so")
+    return source.with_name(f"{source.stem}-{level}-{_digest(source)}.so")
+
+
+def _digest(source: Path, *others: str) -> str:
+    """Stands for a library's source, its options and `others`: one of an earlier version is never loaded."""
+    text = "\n".join((source.read_text(), *OPTIONS, *others))
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _cached(source: Path, folder: Path | None) -> Path | None:
     """The library in `folder`, made there if need be; None where it cannot be, or others could change it."""
     if folder is None:
         return None
-    text = "\n".join((source.read_text(), *OPTIONS, platform.machine(), _processor()))
-    path = folder / f"{source.stem}-{sha256(text.encode()).hexdigest()[:16]}.so"
+    flags = _flags()
+    name = f"{source.stem}-{_digest(source, platform.machine(), flags)}.so"
     try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask lets a group do
+        path = folder.resolve() / name
+        if not _is_private(path.parent):
+            log.warning(
+                "%s is compiled anew at each start: others than its owner can change what is in %s; "
+                "take that right from them, or set --cache-dir to another folder",
+                source.name,
+                path.parent,
+            )
+            return None
         if not _is_ours(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            _compile(source, path, FOR_HERE)
+            # Where nothing tells this processor from others with the same home, for any of its architecture.
+            _compile(source, path, FOR_HERE if flags else ((),))
         return path if _is_ours(path) else None
     except OSError:
         return None
 
 
+def _is_private(folder: Path) -> bool:
+    """Whether nobody but this user (and root) can put a file into it, or another folder in its place."""
+    replaceable = [
+        each for each in folder.parents if each.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+    ]
+    return _is_ours(folder) and not replaceable
+
+
 def _is_ours(path: Path) -> bool:
-    """Whether nobody but this user (and root) can have put it there: what it holds is run."""
+    """Whether nobody but this user (and root) can have made it: what it holds is run."""
     try:
-        found, folder = path.stat(), path.parent.stat()
+        found = path.lstat()
     except OSError:
         return False
     others = stat.S_IWGRP | stat.S_IWOTH
-    owners = {0, os.getuid()}
-    return all(each.st_uid in owners and not each.st_mode & others for each in (found, folder))
+    return found.st_uid in {0, os.getuid()} and not found.st_mode & others and not stat.S_ISLNK(found.st_mode)
 
 
-def _processor() -> str:
-    """What tells processors apart: the flags that Linux lists, elsewhere its name."""
+def _flags() -> str:
+    """What the processor can do, as Linux lists it; "" where it does not."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
                 return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor()
+    return ""
 
 
 # Compiling.
@@ -137,13 +178,16 @@ def _compile(source: Path, path: Path, processors: Sequence[Sequence[str]]) -> N
         for processor in processors:
             command = [*compiler, *OPTIONS, *processor, "-o", str(made), str(source)]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S
+                )
             except subprocess.TimeoutExpired:
                 raise NotCompiled(f"{compiler[0]} did not end within {TIMEOUT_S:g} seconds") from None
-            if done.returncode == 0:
+            if done.returncode == 0 and made.is_file():
+                made.chmod(0o755)
                 os.replace(made, path)
                 return
-            said = said or done.stderr.strip()[-300:]
+            said = said or done.stderr.decode(errors="replace").strip()[-300:] or "it made no library"
     raise NotCompiled(f"{compiler[0]} fails on {source.name}: {said}")
 
 

@@ -54,10 +54,11 @@ def fake_quantize(x: Tensor, out: Tensor, workspace: Workspace | None = None) ->
     """
     if x.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
         raise TypeError(f"x is {x.dtype} and out {out.dtype}: both have to be bfloat16")
-    if x.is_cuda and (fused := _fused()) is not None:
+    rows = x.stride(1) == out.stride(1) == 1
+    if rows and x.is_cuda and out.is_cuda and (fused := _fused()) is not None:
         fused(x, out)
         return
-    if not x.is_cuda and (compiled := _native.quantize) is not None and x.stride(1) == out.stride(1) == 1:
+    if rows and x.is_cpu and out.is_cpu and (compiled := _native.quantize) is not None:
         compiled(x, out)
         return
     round_by_operators(x, out, workspace)

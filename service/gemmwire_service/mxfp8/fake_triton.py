@@ -44,6 +44,8 @@ def fake_quantize(x: Tensor, out: Tensor) -> None:
     x, out: BF16 [m, K] on a GPU, rows contiguous, K a multiple of 32; no allocation and no synchronisation.
     """
     m, k = x.shape
+    if k % 32 or out.shape != x.shape:  # it would write beyond its end
+        raise ValueError(f"x is {[m, k]} and out {list(out.shape)}: K has to be a multiple of 32 in both")
     grid = (m, triton.cdiv(k, BLOCKS * 32))
     with torch.cuda.device(x.device):
         fake_quantize_kernel[grid](x, out, k, x.stride(0), out.stride(0), BLOCKS)

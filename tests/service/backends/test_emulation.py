@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.backends.base import Plan, PreparedWeight
-from gemmwire_service.backends.emulation import Emulation, EmulationWeight, split_bias
+from gemmwire_service.backends.emulation import Emulation, EmulationWeight, Operands, split_bias
 from gemmwire_service.buckets import Ladder
 from gemmwire_service.errors import BackendError
 from gemmwire_service.mxfp8.format import BLOCK, dequantize, quantize
@@ -286,6 +286,21 @@ def test_threads_do_not_share_scratch() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(repeat, range(4)))
+
+
+def test_scratch_is_that_of_the_largest_bucket_whatever_came_before_it() -> None:
+    """Guards: four times the memory, where a bucket after the other is used for the first time."""
+    operands = Operands()
+    for bucket in Ladder.dense_up_to(256).buckets:
+        operands.rounded(torch.zeros(bucket, 64, dtype=torch.bfloat16), 64, 96)
+    kept = {
+        scratch.operand.untyped_storage().data_ptr(): scratch.operand.untyped_storage().nbytes()
+        for scratch in operands._threads.kept.values()
+    }
+    assert sum(kept.values()) == 256 * 96 * 2
+    first = operands.rounded(torch.ones(1, 64, dtype=torch.bfloat16), 64, 96)
+    assert first.untyped_storage().nbytes() == 256 * 96 * 2
+    assert first.tolist() == [[1.0] * 96]
 
 
 def test_inference_mode_and_none_may_alternate() -> None:

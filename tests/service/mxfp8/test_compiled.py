@@ -7,6 +7,9 @@ import logging
 import os
 import shutil
 import stat
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -56,7 +59,7 @@ def test_it_is_compiled_once_for_a_folder(
     assert list(folder.iterdir()) == [made]
 
 
-@pytest.mark.parametrize("changed", ["SOURCES", "OPTIONS", "_processor"])
+@pytest.mark.parametrize("changed", ["SOURCES", "OPTIONS", "_flags"])
 def test_another_source_option_or_processor_is_another_file(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +68,7 @@ def test_another_source_option_or_processor_is_another_file(
     source = tmp_path / "changed" / "fake_cpu.c"
     source.parent.mkdir()
     source.write_text(compiled.SOURCES[0].read_text() + "\n")
-    values = {"SOURCES": (source,), "OPTIONS": (*compiled.OPTIONS, "-g0"), "_processor": lambda: "another"}
+    values = {"SOURCES": (source,), "OPTIONS": (*compiled.OPTIONS, "-g0"), "_flags": lambda: "another"}
     module = rounding if changed == "SOURCES" else compiled
     monkeypatch.setattr(module, changed, values[changed])
     fake_cpu(tmp_path)
@@ -92,12 +95,130 @@ def test_what_others_can_change_is_not_run(what: str, tmp_path: Path, x: torch.T
     assert_rounds(fake_cpu(tmp_path), x)
 
 
-def test_a_file_that_is_no_library_is_refused_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiler", ["cc", "false"])
+def test_a_file_that_is_no_library_is_told_with_its_name_and_done_without(
+    compiler: str,
+    tmp_path: Path,
+    x: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Guards: slow forwards for as long as a damaged file, or a file system that runs nothing, is there."""
     fake_cpu(tmp_path / "first")  # for its name; a path that is loaded is not read again
     (made,) = (tmp_path / "first").iterdir()
     (tmp_path / made.name).write_bytes(b"damaged")
-    with pytest.raises(NotCompiled, match=f"{made.name} cannot be loaded"):
+    if compiler == "false":
+        monkeypatch.setenv("CC", compiler)
+        with pytest.raises(NotCompiled, match=r"false fails on fake_cpu\.c"):
+            fake_cpu(tmp_path)
+    else:
+        assert_rounds(fake_cpu(tmp_path), x)
+    assert f"{made.name} cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize("folder", [".", "cache"])
+def test_a_folder_may_be_named_from_where_the_server_starts(
+    folder: str, tmp_path: Path, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: --cache-dir . , a name without a slash, which the loader seeks among the system's libraries."""
+    monkeypatch.chdir(tmp_path)
+    assert_rounds(fake_cpu(Path(folder)), x)
+
+
+def test_it_is_kept_whatever_the_umask_lets_a_group_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, x: torch.Tensor
+) -> None:
+    """Guards: a compiler at every start of users whose files their own group may write."""
+    before = os.umask(0o002)
+    try:
+        fake_cpu(tmp_path / "cache")
+    finally:
+        os.umask(before)
+    monkeypatch.setenv("CC", "false")  # would fail
+    assert_rounds(fake_cpu(tmp_path / "cache"), x)
+
+
+def test_what_others_could_replace_is_not_run_nor_written(
+    tmp_path: Path, x: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards: a folder that is exchanged between the look at it and the loading, and another user's file that
+    is overwritten at every start."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    for folder in (shared, shared / "cache"):
+        assert_rounds(fake_cpu(folder), x)
+    assert not list(shared.rglob("*.so"))
+    assert "fake_cpu.c is compiled anew at each start: others than its owner can change" in caplog.text
+
+
+def test_a_link_in_the_place_of_a_library_is_replaced(tmp_path: Path, x: torch.Tensor) -> None:
+    """Guards: a library that lies where others can change it."""
+    fake_cpu(tmp_path / "first")
+    (made,) = (tmp_path / "first").iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not a library, and never loaded")
+    (tmp_path / made.name).symlink_to(elsewhere)
+    assert_rounds(fake_cpu(tmp_path), x)
+    assert not (tmp_path / made.name).is_symlink()
+
+
+def test_a_processor_that_is_not_known_gets_what_any_of_its_like_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, x: torch.Tensor
+) -> None:
+    """Guards: an illegal instruction on another machine with the same home, where Linux lists no flags."""
+    calls: list[Sequence[Sequence[str]]] = []
+    real = compiled._compile
+
+    def noting(source: Path, path: Path, processors: Sequence[Sequence[str]]) -> None:
+        calls.append(processors)
+        real(source, path, processors)
+
+    monkeypatch.setattr(compiled, "_compile", noting)
+    monkeypatch.setattr(compiled, "_flags", lambda: "")
+    assert_rounds(fake_cpu(tmp_path), x)
+    assert calls == [((),)]
+
+
+@pytest.mark.parametrize("option", ["-ffast-math", "-Ofast", "-funsafe-math-optimizations"])
+def test_no_option_of_the_compiler_makes_small_numbers_zero(option: str, tmp_path: Path) -> None:
+    """Guards: a library that has the thread that loads it flush what is below 2^-126, torch's results too."""
+    code = (
+        "import torch; from gemmwire_service.mxfp8.fake_cpu import fake_cpu; fake_cpu(None); "
+        "assert (torch.tensor([1e-39]) * 1.0).item() != 0"
+    )
+    cc = f"{shutil.which('gcc') or 'cc'} {option}"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"CC": cc}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_what_a_compiler_says_may_be_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a server that does not start, for a message that is not UTF-8."""
+    compiler = tmp_path / "cc"
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'caf\\351' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(NotCompiled, match="fails on fake_cpu\\.c: caf\ufffd"):
+        fake_cpu(None)
+
+
+def test_a_compiler_that_makes_nothing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "true")
+    with pytest.raises(NotCompiled, match=r"true fails on fake_cpu\.c: it made no library"):
         fake_cpu(tmp_path)
+
+
+@pytest.mark.parametrize(("of_x", "of_out"), [("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")])
+def test_only_memory_of_the_cpu_is_read_and_written(of_x: str, of_out: str) -> None:
+    """Guards: an address of another device, at which the process ends."""
+    code = (
+        "import torch; from gemmwire_service.mxfp8.fake import fake_quantize\n"
+        "def of(device): return torch.zeros(2, 64, dtype=torch.bfloat16, device=device)\n"
+        f"try: fake_quantize(of({of_x!r}), of({of_out!r}))\n"
+        "except (RuntimeError, NotImplementedError): pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.mark.parametrize(
@@ -158,12 +279,27 @@ def test_one_beside_the_source_is_taken_for_processors_that_have_its_level(
     """Guards: an illegal instruction on an older processor, and the slower level on a newer one."""
     monkeypatch.undo()
     source = tmp_path / "fake_cpu.c"
+    source.write_text("int one = 1;\n")
     for level in LEVELS:
-        (tmp_path / f"fake_cpu-{level}.so").touch()
+        compiled._beside(source, level).touch()
     for level, (needed, _) in LEVELS.items():
-        monkeypatch.setattr(compiled, "_processor", lambda needed=needed: " ".join(needed))
-        assert compiled._baked(source) == tmp_path / f"fake_cpu-{level}.so"
-    monkeypatch.setattr(compiled, "_processor", lambda: "sse2")
+        monkeypatch.setattr(compiled, "_flags", lambda needed=needed: " ".join(needed))
+        assert compiled._baked(source) == compiled._beside(source, level)
+    monkeypatch.setattr(compiled, "_flags", lambda: "sse2")
+    assert compiled._baked(source) is None
+
+
+def test_one_beside_an_earlier_version_of_the_source_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a package that was upgraded in an image, whose functions are called with other arguments."""
+    monkeypatch.undo()
+    source = tmp_path / "fake_cpu.c"
+    source.write_text("int one = 1;\n")
+    monkeypatch.setattr(compiled, "_flags", lambda: " ".join(LEVELS["x86-64-v3"][0]))
+    compiled._beside(source, "x86-64-v3").touch()
+    assert compiled._baked(source) is not None
+    source.write_text("int two = 2;\n")
     assert compiled._baked(source) is None
 
 
