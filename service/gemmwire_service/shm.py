@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from gemmwire.wire import Buffer, Shared, WireError
 
@@ -195,6 +195,10 @@ def unsupported(where: str) -> WireError:
         f"{where} names a shared-memory region, which this server does not offer; send the tensor in the "
         "body, or start the server with --shm-prefix (on a GPU, --cuda-shm)",
     )
+
+
+def refuse_region(message: str, expected: object = None, got: object = None) -> NoReturn:
+    raise WireError("region_refused", message[:1].upper() + message[1:], expected=expected, got=got)
 
 
 def _unknown(name: str, where: str) -> WireError:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 from gemmwire.wire import Buffer, WireError
+
+from .shm import refuse_region
 
 HANDLE_BYTES = 64
 
@@ -76,7 +78,7 @@ class CudaOpener:
 
         index, nbytes = form["device_id"], form["byte_size"]
         if index != self._device.index:
-            _refused(
+            refuse_region(
                 f"device_id is {index}, but the server computes on device {self._device.index}",
                 self._device.index,
                 index,
@@ -84,7 +86,9 @@ class CudaOpener:
         try:
             address = self._device.open(_handle(form["raw_handle"]["b64"]))
         except DriverError as error:
-            _refused(f"raw_handle cannot be opened: {error}; it must be that of another process's memory")
+            refuse_region(
+                f"raw_handle cannot be opened: {error}; it must be that of another process's memory"
+            )
         size = self._device.size(address)
         if nbytes > size:
             self._device.close(address)
@@ -116,14 +120,10 @@ def _handle(text: str) -> bytes:
     except (binascii.Error, ValueError):
         handle = b""
     if len(handle) != HANDLE_BYTES:
-        _refused(
+        refuse_region(
             f"raw_handle.b64 has {len(handle)} bytes; it must be a cudaIpcMemHandle_t in base64, of "
             f"{HANDLE_BYTES} bytes",
             HANDLE_BYTES,
             len(handle),
         )
     return handle
-
-
-def _refused(message: str, expected: object = None, got: object = None) -> NoReturn:
-    raise WireError("region_refused", message[:1].upper() + message[1:], expected=expected, got=got)

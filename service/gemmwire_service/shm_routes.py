@@ -8,12 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from gemmwire.wire import WireError
-
 from .forms import read_form
 from .openapi import problems, takes
 from .protocol import CudaRegion, CudaRegionForm, SystemRegion, SystemRegionForm
-from .shm import Opener, Region, Regions, unsupported
+from .shm import Opener, Region, Regions, refuse_region, unsupported
 
 _LONGEST_NAME = 255
 _FORMS: Mapping[str, type[BaseModel]] = {"system": SystemRegionForm, "cuda": CudaRegionForm}
@@ -72,9 +70,8 @@ def _document(region: Region) -> dict[str, Any]:
 
 def _refuse_name(name: str) -> None:
     if len(name) > _LONGEST_NAME:
-        raise WireError(
-            "region_refused",
-            f"The region's name has {len(name)} characters; at most {_LONGEST_NAME} are taken",
-            expected=f"<= {_LONGEST_NAME}",
-            got=len(name),
+        refuse_region(
+            f"the region's name has {len(name)} characters; at most {_LONGEST_NAME} are taken",
+            f"<= {_LONGEST_NAME}",
+            len(name),
         )

@@ -15,9 +15,11 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from gemmwire.wire import Buffer, WireError
+
+from .shm import refuse_region
 
 FOLDER = "/dev/shm"
 _NAME = re.compile(r"/?([A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -116,7 +118,7 @@ def open_system(prefix: str, key: str, offset: int, nbytes: int, held: bool) -> 
     """
     match = _NAME.fullmatch(key)
     if match is None or len(match[1]) > _LONGEST or not match[1].startswith(prefix):
-        _refused(
+        refuse_region(
             f"key is {key[:80]!r}; it must be the name of an object, begin with {prefix!r} and go on with "
             "letters, digits and '._-'",
             f"{prefix}*",
@@ -126,12 +128,12 @@ def open_system(prefix: str, key: str, offset: int, nbytes: int, held: bool) -> 
     try:
         file = os.open(os.path.join(FOLDER, name), _FLAGS)
     except OSError as error:
-        _refused(f"key is {key[:80]!r}, which cannot be opened: {error.strerror}", "an object", key[:80])
+        refuse_region(f"key is {key[:80]!r}, which cannot be opened: {error.strerror}", "an object", key[:80])
     try:
         _refuse_foreign(os.fstat(file), key)
         _refuse_beyond(os.fstat(file).st_size, key, offset, nbytes)
         if held and not is_held(file):
-            _refused(f"held is true, but nobody has a lock (flock) on {key[:80]!r}", "a lock", key[:80])
+            refuse_region(f"held is true, but nobody has a lock (flock) on {key[:80]!r}", "a lock", key[:80])
     except BaseException:
         os.close(file)
         raise
@@ -162,9 +164,9 @@ def unavailable() -> str | None:
 
 def _refuse_foreign(facts: os.stat_result, key: str) -> None:
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
-        _refused(f"key is {key[:80]!r}, which is no object of shared memory", "an object", key[:80])
+        refuse_region(f"key is {key[:80]!r}, which is no object of shared memory", "an object", key[:80])
     if facts.st_uid != os.geteuid():
-        _refused(
+        refuse_region(
             f"key is {key[:80]!r}, an object of another user; the client must run as the server's user",
             "the server's user",
             key[:80],
@@ -180,7 +182,3 @@ def _refuse_beyond(size: int, key: str, offset: int, nbytes: int) -> None:
             expected=f"<= {size}",
             got=offset + nbytes,
         )
-
-
-def _refused(message: str, expected: object, got: object) -> NoReturn:
-    raise WireError("region_refused", message[:1].upper() + message[1:], expected=expected, got=got)
