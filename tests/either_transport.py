@@ -15,6 +15,13 @@ from gemmwire.url import parse_url
 
 T = TypeVar("T")
 
+GET = Request("GET", "/v2", {"host": "test"})
+LARGE = bytes(32 << 20)  # more than the socket buffers of both ends take
+
+
+def post(*body: bytes) -> Request:
+    return Request("POST", "/infer", {"host": "test"}, body)
+
 
 class Sending(Protocol):
     def send(self, request: Request, timeout: float | None) -> Reply: ...

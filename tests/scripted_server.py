@@ -96,6 +96,18 @@ def replying(*replies: bytes) -> Script:
     return script
 
 
+def waiting(came: threading.Event, go_on: threading.Event, reply: bytes) -> Script:
+    """Each request is told of by `came`, and gets the reply once it may."""
+
+    def script(session: Session, served: Served) -> None:
+        while session.request() is not None:
+            came.set()
+            go_on.wait(20)
+            session.send(reply)
+
+    return script
+
+
 @contextmanager
 def serve(script: Script) -> Iterator[Served]:
     """Run `script` for each connection, in a thread, until the block ends; its failure fails the test."""

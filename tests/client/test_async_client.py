@@ -18,7 +18,7 @@ from gemmwire.async_transport import AsyncHTTPTransport
 from gemmwire.http1 import Request
 from gemmwire.url import parse_url
 from scripted_layer import B, K, W, X, Y, layer
-from scripted_server import Served, Session, answer, replying, serve
+from scripted_server import Served, Session, answer, replying, serve, waiting
 from serving import Served as Service
 
 
@@ -121,12 +121,7 @@ def test_a_cancelled_task_gives_up_its_connection() -> None:
 def test_a_task_that_is_cancelled_in_the_line_leaves_it() -> None:
     """Guards: a slot that is given to a task which is gone, so that the next waits for ever."""
     came, go_on = threading.Event(), threading.Event()
-
-    def script(session: Session, served: Served) -> None:
-        while session.request() is not None:
-            came.set()
-            go_on.wait(20)
-            session.send(answer(b'{"name": "s", "version": "1"}'))
+    script = waiting(came, go_on, answer(b'{"name": "s", "version": "1"}'))
 
     async def run(url: str) -> None:
         async with AsyncClient(url, max_connections=1, timeout=20) as client:

@@ -12,19 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from either_transport import Make
+from either_transport import GET, LARGE, Make, post
 from gemmwire.errors import ConnectionFailed, WireError
-from gemmwire.http1 import Request
 from gemmwire.transport import HTTPTransport
 from gemmwire.url import parse_url
-from scripted_server import Served, Session, answer, replying, serve
-
-GET = Request("GET", "/v2", {"host": "test"})
-LARGE = bytes(32 << 20)  # more than the socket buffers of both ends take
-
-
-def post(*body: bytes) -> Request:
-    return Request("POST", "/infer", {"host": "test"}, body)
+from scripted_server import Served, Session, answer, replying, serve, waiting
 
 
 def test_a_connection_closed_between_requests_is_replaced(make: Make) -> None:
@@ -194,14 +186,7 @@ def test_a_closed_client_refuses(make: Make) -> None:
 def test_a_call_that_waits_while_its_client_closes_is_refused(make: Make) -> None:
     """Guards: a connection opened after close(), by a call that was in the line before it."""
     entered, go_on = threading.Event(), threading.Event()
-
-    def script(session: Session, served: Served) -> None:
-        while session.request() is not None:
-            entered.set()
-            go_on.wait(20)
-            session.send(answer(b"ok"))
-
-    with serve(script) as served, ThreadPoolExecutor(2) as pool:
+    with serve(waiting(entered, go_on, answer(b"ok"))) as served, ThreadPoolExecutor(2) as pool:
         transport = make(served.url, 1)
         first = pool.submit(transport.send, GET, 20)
         assert entered.wait(20)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from certificates import made_for
-from either_transport import Make
+from either_transport import Make, post
 from gemmwire import Client, InvalidArgument
 from gemmwire.deadline import Deadline
 from gemmwire.errors import ConnectionFailed
@@ -20,10 +20,6 @@ from gemmwire.tls import TLS, context_for
 from gemmwire.transport import HTTPTransport
 from gemmwire.url import parse_url
 from scripted_server import Script, Served, Session, answer, replying, serve
-
-
-def post(*body: bytes) -> Request:
-    return Request("POST", "/infer", {"host": "test"}, body)
 
 
 @pytest.fixture(scope="module")

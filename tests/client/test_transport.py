@@ -9,15 +9,12 @@ import time
 
 import pytest
 
-from either_transport import Make, Sending, threads
+from either_transport import GET, LARGE, Make, Sending, post, threads
 from gemmwire.connection import Connection
 from gemmwire.deadline import Deadline
 from gemmwire.errors import ConnectionFailed, GemmwireError, TimedOut, TransportError
 from gemmwire.http1 import Reply, Request
-from scripted_server import Served, Session, answer, replying, serve
-
-GET = Request("GET", "/v2", {"host": "test"})
-LARGE = bytes(32 << 20)  # more than the socket buffers of both ends take
+from scripted_server import Served, Session, answer, replying, serve, waiting
 
 
 def send(make: Make, url: str, request: Request = GET, timeout: float | None = 20.0) -> Reply:
@@ -26,10 +23,6 @@ def send(make: Make, url: str, request: Request = GET, timeout: float | None = 2
         return transport.send(request, timeout)
     finally:
         transport.close()
-
-
-def post(*body: bytes) -> Request:
-    return Request("POST", "/infer", {"host": "test"}, body)
 
 
 def test_the_buffers_of_a_body_arrive_in_order_behind_one_length(make: Make) -> None:
@@ -95,14 +88,7 @@ def test_a_server_that_does_not_read_ends_with_the_timeout(make: Make) -> None:
 def test_a_call_beyond_the_connections_waits_for_one(make: Make) -> None:
     """Guards: more connections than were allowed, and a wait for one that knows no timeout."""
     entered, go_on = threading.Event(), threading.Event()
-
-    def script(session: Session, served: Served) -> None:
-        while session.request() is not None:
-            entered.set()
-            go_on.wait(20)
-            session.send(answer(b"ok"))
-
-    with serve(script) as served:
+    with serve(waiting(entered, go_on, answer(b"ok"))) as served:
         transport = make(served.url, 1)
         first = threading.Thread(target=transport.send, args=(GET, 20))
         first.start()
