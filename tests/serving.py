@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 
+import pytest
+
 from gemmwire_service.app import Service, create_app
+from gemmwire_service.backends.base import LayerSpec
+from gemmwire_service.checkpoint import LayerWeights
 from gemmwire_service.device import Job
 from gemmwire_service.engine import Engine, State
 from gemmwire_service.lane import Lane
 from gemmwire_service.listener import bind, unix_listener, url
+from gemmwire_service.safetensors_body import read_weights
 from gemmwire_service.server import make_server
 from gemmwire_service.settings import Settings
 from gemmwire_service.shared_refit import SharedRefit
@@ -98,3 +103,16 @@ def hold(engine: Engine, gate: threading.Event) -> None:
 
     engine.post(Job(wait))
     assert began.wait(30), "the device did not take the job"
+
+
+def hold_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Read new weights when the test lets it -> (some are to be read, they may be)."""
+    reading, gate = threading.Event(), threading.Event()
+
+    def slow(body: memoryview, spec: LayerSpec) -> LayerWeights:
+        reading.set()
+        assert gate.wait(30), "the test did not let the weights be read"
+        return read_weights(body, spec)
+
+    monkeypatch.setattr("gemmwire_service.weights.read_weights", slow)
+    return reading, gate

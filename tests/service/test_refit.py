@@ -32,12 +32,11 @@ from gemmwire_service.layer import Layer
 from gemmwire_service.mxfp8.fidelity import Fidelity
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.refit import Refit, Refitted, Source
-from gemmwire_service.safetensors_body import read_weights
 from gemmwire_service.shadow import Shadow
 from http_calls import HEADER_LENGTH, call, json_message, message
 from oracle import reference, rounded_once, sparse, spread
 from scripted_backend import ScriptedBackend
-from serving import Served, hold, serving, settings, until
+from serving import Served, hold, hold_reading, serving, settings, until
 
 N, K = 200, 384  # more elements than oneDNN packs from
 ROWS = 3
@@ -360,14 +359,7 @@ def test_forwards_go_on_while_a_weight_is_prepared(
     served: Served, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards: every request waiting for the quantization of a large weight."""
-    gate, reading = threading.Event(), threading.Event()
-
-    def slow(body: memoryview, spec: LayerSpec) -> object:
-        reading.set()
-        assert gate.wait(30)
-        return read_weights(body, spec)
-
-    monkeypatch.setattr("gemmwire_service.weights.read_weights", slow)
+    reading, gate = hold_reading(monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         refitting = pool.submit(client.refit, "m.l", weight(1), bias=BIAS)
         assert reading.wait(30)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,15 +11,12 @@ import torch
 from safetensors.torch import save
 
 from gemmwire.wire import WireError
-from gemmwire_service.backends.base import LayerSpec
-from gemmwire_service.checkpoint import LayerWeights
 from gemmwire_service.engine import State
 from gemmwire_service.errors import QueueFull
-from gemmwire_service.safetensors_body import read_weights
 from gemmwire_service.weights import Room, if_match
 from http_calls import Reply, call, infer, message
 from oracle import spread
-from serving import Served, serving, settings, until
+from serving import Served, hold_reading, serving, settings, until
 
 N, K = 64, 96
 PATH = "/v2/repository/models/r/weights"
@@ -157,14 +153,7 @@ def test_refits_of_one_layer_come_one_after_the_other(served: Served) -> None:
 
 def test_weights_that_find_no_room_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: the host's memory filled by bodies that wait for their turn."""
-    gate, reading = threading.Event(), threading.Event()
-
-    def slow(body: memoryview, spec: LayerSpec) -> LayerWeights:
-        reading.set()
-        assert gate.wait(30)
-        return read_weights(body, spec)
-
-    monkeypatch.setattr("gemmwire_service.weights.read_weights", slow)
+    reading, gate = hold_reading(monkeypatch)
     options = settings(random_layer=(f"r={N}x{K}",), max_weights_bytes=len(BODY) + 100)
     with serving(options) as served, ThreadPoolExecutor(1) as pool:
         first = pool.submit(put, served)
@@ -196,14 +185,7 @@ def test_a_client_that_leaves_after_its_body_has_its_refit_done(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards: a refit that is stopped half way because nobody waits for it."""
-    gate, reading = threading.Event(), threading.Event()
-
-    def slow(body: memoryview, spec: LayerSpec) -> LayerWeights:
-        reading.set()
-        assert gate.wait(30)
-        return read_weights(body, spec)
-
-    monkeypatch.setattr("gemmwire_service.weights.read_weights", slow)
+    reading, gate = hold_reading(monkeypatch)
     with socket.create_connection(("127.0.0.1", served.port), 30) as sock:
         sock.sendall(f"PUT {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + BODY)
         assert reading.wait(30)
