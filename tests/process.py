@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 COMMAND = [sys.executable, "-m", "gemmwire_service"]
@@ -16,16 +16,17 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | {"PYTHONUNBUFFERED": "1"} | variables
 
 
+def started(command: Sequence[str]) -> subprocess.Popen[str]:
+    """With pipes for what it says, and no settings of the caller's."""
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+
+
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """gemmwire-serve on a free port, from the moment it says ready -> (process, lines it printed)."""
-    with subprocess.Popen(
-        [*COMMAND, "--port", "0", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as running:
+    with started([*COMMAND, "--port", "0", *arguments]) as running:
         assert running.stdout is not None
         printed: list[str] = []
         try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -12,6 +10,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from process import started
 
 pytestmark = pytest.mark.e2e
 
@@ -47,13 +47,7 @@ def post(url: str, layer: str, first: float, k: int) -> tuple[int, str]:
 
 def test_everybody_is_told_and_the_process_ends_with_status_1() -> None:
     """Guards: a process that answers errors for hours with its health green; clients that wait for ever."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, *ARGUMENTS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as server:
+    with started([sys.executable, "-c", SERVER, *ARGUMENTS]) as server:
         try:
             assert server.stdout is not None
             assert server.stderr is not None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
 from urllib.parse import urlsplit
 
 import pytest
 
-from process import COMMAND, environment
+from process import COMMAND, started
 
 pytestmark = pytest.mark.e2e
 
@@ -18,9 +17,7 @@ pytestmark = pytest.mark.e2e
 def test_every_line_is_json_from_the_first_to_the_last() -> None:
     """Guards: a line of uvicorn's, or of the announcement, that the collector cannot read."""
     flags = ("--port", "0", "--random-layer", "r=8x64", "--log-format", "json", "--access-log")
-    with subprocess.Popen(
-        [*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as running:
+    with started([*COMMAND, *flags]) as running:
         assert running.stderr is not None
         try:
             lines = []

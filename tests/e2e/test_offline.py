@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from process import environment
+from process import environment, started
 
 pytestmark = pytest.mark.e2e
 
@@ -38,13 +38,8 @@ def guarded(*arguments: str) -> list[str]:
 
 def test_serving_reaches_for_no_other_machine() -> None:
     """Guards: a file that is fetched at the first use, which hangs or fails where there is no network."""
-    with subprocess.Popen(
-        guarded("--port", "0", "--device", "cpu", "--model", "demo=glassllm", "--random-layer", "r=8x64"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as running:
+    served = ("--model", "demo=glassllm", "--random-layer", "r=8x64")
+    with started(guarded("--port", "0", "--device", "cpu", *served)) as running:
         assert running.stdout is not None
         try:
             url = next(match for line in running.stdout if (match := re.search(r"http://\S+?:\d+", line)))[0]

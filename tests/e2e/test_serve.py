@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from http_calls import HEADER_LENGTH, raw
-from process import COMMAND, environment, fails, process
+from process import COMMAND, environment, fails, process, started
 
 pytestmark = pytest.mark.e2e
 
@@ -121,13 +121,7 @@ def test_a_client_with_a_half_sent_body_does_not_keep_it_alive() -> None:
 
 def test_a_signal_while_it_loads_ends_it_without_a_traceback(tmp_path: Path) -> None:
     """Loading takes longer than the wait for the port, which is bound before."""
-    with subprocess.Popen(
-        [*COMMAND, "--port", "0", "--random-layer", "r=8192x8192"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as running:
+    with started([*COMMAND, "--port", "0", "--random-layer", "r=8192x8192"]) as running:
         time.sleep(2.0)
         running.send_signal(signal.SIGTERM)
         _, said = running.communicate(timeout=60)
@@ -154,13 +148,7 @@ def test_it_answers_on_a_unix_socket_beside_the_port(tmp_path: Path) -> None:
 def test_it_serves_where_every_warning_is_an_error() -> None:
     """Guards: what a library only warns about today, such as a tensor over bytes that are read-only."""
     command = [sys.executable, "-W", "error", *COMMAND[1:], "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(
-        [*command, "--random-layer", "r=8x64"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as running:
+    with started([*command, "--random-layer", "r=8x64"]) as running:
         assert running.stdout is not None
         found = (re.search(r"http://127\.0\.0\.1:(\d+)", line) for line in running.stdout)
         try:
