@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -37,3 +37,10 @@ def page_of(browser: Browser, width: int, **options: Any) -> Iterator[Page]:
     yield opened
     opened.close()
     assert complaints == []
+
+
+def colours(page: Page, scheme: Literal["light", "dark"]) -> tuple[str, str]:
+    """Of the page and its text, where the reader likes it so."""
+    page.emulate_media(color_scheme=scheme)
+    style = "getComputedStyle(document.body)"
+    return page.evaluate(f"{style}.backgroundColor"), page.evaluate(f"{style}.color")

@@ -12,7 +12,7 @@ import torch
 from playwright.sync_api import Browser, Page, expect
 from safetensors.torch import save_file
 
-from chromium import WIDTHS, chromium, page_of
+from chromium import WIDTHS, chromium, colours, page_of
 from gemmwire_service.__main__ import main
 from gemmwire_service.accuracy.page import page as render
 from oracle import spread
@@ -114,14 +114,7 @@ def test_a_name_is_text_whatever_it_holds(page: Page) -> None:
 
 
 def test_it_is_dark_where_that_is_liked(page: Page) -> None:
-    def colours() -> tuple[str, str]:
-        style = "getComputedStyle(document.body)"
-        return page.evaluate(f"{style}.backgroundColor"), page.evaluate(f"{style}.color")
-
-    page.emulate_media(color_scheme="light")
-    light = colours()
-    page.emulate_media(color_scheme="dark")
-    assert set(light).isdisjoint(colours())
+    assert set(colours(page, "light")).isdisjoint(colours(page, "dark"))
 
 
 def test_it_asks_for_nothing(browser: Browser, folder: Path) -> None:
