@@ -15,6 +15,7 @@ from safetensors.torch import load
 import gemmwire
 from gemmwire import Client, Conflict, InputError, InvalidArgument, RefitIncomplete, TransportError
 from gemmwire.http1 import Reply, Request
+from http_calls import raw
 from scripted_layer import Recorded, client
 from scripted_server import Served, Session, answer, serve
 
@@ -38,10 +39,6 @@ def sent(**weights: Any) -> tuple[dict[str, torch.Tensor], Request]:
     client(transport).refit("a", **weights)
     (request,) = transport.requests
     return load(b"".join(request.body)), request
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -14,6 +14,7 @@ from gemmwire_service.backends.base import LayerSpec
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.weight import MxWeight
 from gemmwire_service.safetensors_body import HEADER_LIMIT, largest, read_weights
+from http_calls import raw
 from oracle import spread
 from safetensors_bytes import container, entry, frame
 
@@ -27,10 +28,6 @@ FORMAT = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", to
 def body(raw: bytes) -> memoryview:
     """As it comes: memory that can be written."""
     return memoryview(bytearray(raw))
-
-
-def raw(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def same(one: MxWeight, other: MxWeight) -> bool:

@@ -15,6 +15,7 @@ from gemmwire_service.checkpoint.safetensors import SafetensorsCheckpoint
 from gemmwire_service.errors import CheckpointError
 from gemmwire_service.mxfp8.format import dequantize
 from gemmwire_service.mxfp8.weight import MxWeight
+from http_calls import raw
 from oracle import spread
 from safetensors_bytes import container
 
@@ -28,10 +29,6 @@ def saved(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
     if config:
         (folder / "config.json").write_text(json.dumps(config))
     return path
-
-
-def raw(tensor: Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
 def assert_same_weight(got: MxWeight, expected: MxWeight) -> None:
