@@ -127,6 +127,8 @@ async def rig(
     while engine.state is State.LOADING:
         await asyncio.sleep(0.001)
     assert engine.failure is None, engine.failure
+    with engine.device._turn:  # the load has told of its end, and is about to give the device up
+        pass
     rig = Rig(engine, backend, weights)
     try:
         yield rig
