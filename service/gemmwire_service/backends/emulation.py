@@ -21,7 +21,7 @@ from torch import Tensor
 from gemmwire_service.backends.base import LayerSpec, Plan, PreparedWeight, check_shapes, foreign_weight
 from gemmwire_service.backends.block_scaled import without_elements
 from gemmwire_service.errors import BackendError
-from gemmwire_service.mxfp8.fake import Workspace, compiled_few_rows, fake_quantize
+from gemmwire_service.mxfp8.fake import Workspace, fake_quantize, few_rows_here
 from gemmwire_service.mxfp8.few_rows import LARGEST, FewRows
 from gemmwire_service.mxfp8.format import dequantize
 from gemmwire_service.mxfp8.weight import MxWeight, all_finite
@@ -29,30 +29,30 @@ from gemmwire_service.mxfp8.weight import MxWeight, all_finite
 log = logging.getLogger("gemmwire.emulation")
 
 DEVICES = ("cpu", "cuda")
-_HOLDING_UP_TO = 1 << 20  # bytes
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_memmove.restype = None
 BIAS_PARTS = 3
 _PACK_ROWS = 16  # the M that the order is chosen for
 _PACK_FROM = 1 << 16  # elements; below it the call costs more than the order saves
 BIAS_COLUMNS = 32  # the parts, and zeros up to a width that matmul kernels like
 _AT_ONCE = 1 << 22  # elements of a weight that are dequantized together
 _TRUNCATE = -1 << 16  # keeps the upper half of an FP32, which is a BF16
+_COPY_HOLDING_UP_TO = 1 << 20  # bytes
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = None
 
 
 @dataclass(frozen=True, eq=False)
 class EmulationWeight(PreparedWeight):
     """matrix: BF16 [n, columns], columns being k_pad, and 32 more with the bias parts if there is a bias.
 
-    `packed`: it is in the order that oneDNN multiplies from, which halves the time of a small x. `rows`: the
+    `packed`: it is in the order that oneDNN multiplies from, which halves the time of a small x. `plain`: the
     same once more in its own order, where it is small enough for the matmul of few rows.
     """
 
     matrix: Tensor
     columns: int
     packed: bool
-    rows: Tensor | None
+    plain: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class Emulation:
             matrix if packed is None else packed,
             columns,
             packed is not None,
-            matrix if packed is not None and multiplies_few(matrix) is not None else None,
+            matrix if packed is not None and few_rows_for(matrix) is not None else None,
         )
 
     def plans(self, bucket: int) -> tuple[Plan, ...]:
@@ -144,7 +144,7 @@ class Emulation:
             raise foreign_weight(self.name, weight)
         check_shapes(x, weight, plan, out)
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
-        if multiplied_few(operand, weight.rows if weight.packed else weight.matrix, out):
+        if multiply_few(operand, weight.plain if weight.packed else weight.matrix, out):
             return
         if weight.packed:
             _copy(_linear(operand, weight.matrix), out)
@@ -152,15 +152,15 @@ class Emulation:
             torch.mm(operand, weight.matrix.t(), out=out)
 
 
-def multiplies_few(matrix: Tensor) -> FewRows | None:
+def few_rows_for(matrix: Tensor) -> FewRows | None:
     """The matmul for few rows of x, where there is one for a weight of this size and place."""
     on_cpu = matrix.device.type == "cpu" and not matrix.is_mkldnn
-    return compiled_few_rows() if on_cpu and matrix.nbytes <= LARGEST else None
+    return few_rows_here() if on_cpu and matrix.nbytes <= LARGEST else None
 
 
-def multiplied_few(operand: Tensor, matrix: Tensor | None, out: Tensor) -> bool:
+def multiply_few(operand: Tensor, matrix: Tensor | None, out: Tensor) -> bool:
     """Whether out = operand @ matrix.T has been computed, operand having few rows."""
-    few = multiplies_few(matrix) if matrix is not None else None
+    few = few_rows_for(matrix) if matrix is not None else None
     if few is None or matrix is None or len(operand) > few.most or not out.is_contiguous():
         return False
     few.multiply(operand, matrix, out)
@@ -217,7 +217,7 @@ def _linear(x: Tensor, packed: Tensor) -> Tensor:
 
 def _copy(y: Tensor, out: Tensor) -> None:
     """Without giving Python's lock away, where it is short: the event loop may keep it for longer."""
-    if y.nbytes <= _HOLDING_UP_TO and out.is_contiguous():
+    if y.nbytes <= _COPY_HOLDING_UP_TO and out.is_contiguous():
         _memmove(out.data_ptr(), y.data_ptr(), y.nbytes)
     else:
         out.copy_(y)

@@ -21,7 +21,7 @@ from gemmwire_service.backends.emulation import (
     bias_columns,
     dequantized,
     keep_sums_in_fp32,
-    multiplied_few,
+    multiply_few,
     unavailable,
 )
 from gemmwire_service.mxfp8.format import BLOCK, power
@@ -76,7 +76,7 @@ class EmulationE4m3:
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
         matrix = self._matrices.empty(weight.n, weight.columns, x.device)
         _fill(matrix, weight)
-        if not multiplied_few(operand, matrix, out):
+        if not multiply_few(operand, matrix, out):
             torch.mm(operand, matrix.t(), out=out)
 
 

@@ -27,7 +27,8 @@ from typing import NamedTuple
 log = logging.getLogger("gemmwire.mxfp8")
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "fake_cpu.c", FOLDER / "few_rows.c")
+FAKE_CPU, FEW_ROWS = FOLDER / "fake_cpu.c", FOLDER / "few_rows.c"
+SOURCES = (FAKE_CPU, FEW_ROWS)
 # They come after those of CC, and undo some: a library that is linked for fast math has the thread that loads
 # it flush what is below 2^-126, also in what torch computes.
 OPTIONS = (

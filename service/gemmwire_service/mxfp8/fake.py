@@ -116,7 +116,7 @@ class _Native:
 _native = _Native()
 
 
-def compiled_few_rows() -> FewRows | None:
+def few_rows_here() -> FewRows | None:
     """The matmul for few rows of a CPU, where it has one."""
     return _native.few_rows
 

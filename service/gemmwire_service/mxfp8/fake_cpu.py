@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .compiled import SOURCES, load
+from .compiled import FAKE_CPU, load
 from .format import BLOCK
 
 # Elements up to which giving Python's lock away meanwhile would take longer than the work.
@@ -25,7 +25,7 @@ def fake_cpu(folder: Path | None) -> Quantize:
 
     Errors: NotCompiled.
     """
-    library = load(SOURCES[0], folder)
+    library = load(FAKE_CPU, folder)
     freeing, holding = (each.gemmwire_fake_quantize for each in (library.freeing, library.holding))
     for function in (freeing, holding):
         function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] * 4

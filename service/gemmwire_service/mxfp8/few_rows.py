@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiled import SOURCES, NotCompiled, load
+from .compiled import FEW_ROWS, NotCompiled, load
 from .format import BLOCK
 
 LARGEST = 4 << 20  # bytes of W; a larger one comes from memory, and takes the time of that
@@ -31,7 +31,7 @@ class FewRows(NamedTuple):
 
 def few_rows(folder: Path | None) -> FewRows | None:
     """None where the processor lacks the instruction; `folder` as `load` has it. Errors: NotCompiled."""
-    library = load(SOURCES[1], folder)
+    library = load(FEW_ROWS, folder)
     most = ctypes.c_int.in_dll(library.holding, "gemmwire_few_rows").value
     if not most:
         return None

@@ -66,9 +66,10 @@ def test_every_code_under_every_scale_is_what_emulation_holds() -> None:
 
 def test_it_takes_half_the_memory() -> None:
     """Guards: the point of it."""
-    weight, theirs, ours = both(512, 512, bias=False)
-    assert nbytes(ours) == 512 * 512 + 2 * 512 * 512 // 32
-    assert nbytes(theirs) == 2 * 512 * 512
+    size = 2048 * 1056  # above what emulation keeps twice
+    weight, theirs, ours = both(2048, 1056, bias=False)
+    assert nbytes(ours) == size + 2 * size // 32
+    assert nbytes(theirs) == 2 * size
     assert ours.codes.data_ptr() != weight.codes.data_ptr(), "a weight that its owner cannot free"
 
 

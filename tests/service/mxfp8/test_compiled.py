@@ -59,7 +59,7 @@ def test_it_is_compiled_once_for_a_folder(
     assert list(folder.iterdir()) == [made]
 
 
-@pytest.mark.parametrize("changed", ["SOURCES", "OPTIONS", "_flags"])
+@pytest.mark.parametrize("changed", ["FAKE_CPU", "OPTIONS", "_flags"])
 def test_another_source_option_or_processor_is_another_file(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,9 +67,9 @@ def test_another_source_option_or_processor_is_another_file(
     fake_cpu(tmp_path)
     source = tmp_path / "changed" / "fake_cpu.c"
     source.parent.mkdir()
-    source.write_text(compiled.SOURCES[0].read_text() + "\n")
-    values = {"SOURCES": (source,), "OPTIONS": (*compiled.OPTIONS, "-g0"), "_flags": lambda: "another"}
-    module = rounding if changed == "SOURCES" else compiled
+    source.write_text(compiled.FAKE_CPU.read_text() + "\n")
+    values = {"FAKE_CPU": source, "OPTIONS": (*compiled.OPTIONS, "-g0"), "_flags": lambda: "another"}
+    module = rounding if changed == "FAKE_CPU" else compiled
     monkeypatch.setattr(module, changed, values[changed])
     fake_cpu(tmp_path)
     assert len(list(tmp_path.glob("fake_cpu-*.so"))) == 2
@@ -262,11 +262,11 @@ def test_a_function_of_other_bits_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Guards: a compiler, or an option in CC, that does not keep to IEEE arithmetic."""
-    text = compiled.SOURCES[0].read_text()
+    text = compiled.FAKE_CPU.read_text()
     assert right in text
     source = tmp_path / "fake_cpu.c"
     source.write_text(text.replace(right, wrong))
-    monkeypatch.setattr(rounding, "SOURCES", (source,))
+    monkeypatch.setattr(rounding, "FAKE_CPU", source)
     monkeypatch.setattr(fake, "_native", _Native(tmp_path))
     with caplog.at_level(logging.ERROR, "gemmwire.mxfp8"):
         assert_rounds(fake.fake_quantize, x)
@@ -388,10 +388,10 @@ def test_one_of_other_bits_is_not_used(
 ) -> None:
     multiplier(tmp_path)
     source = tmp_path / "few_rows.c"
-    text = compiled.SOURCES[1].read_text()
+    text = compiled.FEW_ROWS.read_text()
     source.write_text(text.replace("set1_epi32(0x7FFF)", "set1_epi32(0x8000)"))
-    monkeypatch.setattr("gemmwire_service.mxfp8.few_rows.SOURCES", (source, source))
+    monkeypatch.setattr("gemmwire_service.mxfp8.few_rows.FEW_ROWS", source)
     monkeypatch.setattr(fake, "_native", _Native(tmp_path))
     with caplog.at_level(logging.WARNING, "gemmwire.mxfp8"):
-        assert fake.compiled_few_rows() is None
+        assert fake.few_rows_here() is None
     assert "other bits" in caplog.text
