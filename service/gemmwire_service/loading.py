@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from .backends import AUTO, BACKENDS
 from .backends.emulation import Emulation
 from .buckets import Ladder
+from .cores import cores
 from .device import Device
 from .engine import Engine
 from .errors import SettingsError
@@ -27,7 +27,7 @@ def make_engine(
     """-> (engine, what loads its layers, device name, ladder). Errors: SettingsError."""
     device = choose_device(settings.device)
     ladder, choice = _ladder(settings, device)
-    threads = _threads(settings.cpu_threads, _cores())
+    threads = _threads(settings.cpu_threads, cores())
     torch.set_num_threads(threads.few)
     loader = Loader(settings, choice)
     engine = Engine(
@@ -55,15 +55,10 @@ def _ladder(settings: Settings, device: torch.device) -> tuple[Ladder, str]:
     return Ladder((min(_FIXED_BUCKET, settings.max_bucket),)), settings.backend
 
 
-def _threads(asked: int, cores: int) -> Threads:
+def _threads(asked: int, usable: int) -> Threads:
     """One core is left to the event loop, which many short matmuls on all would stall; a long one is done
     sooner on all."""
-    return Threads(asked, asked) if asked else Threads(max(1, cores - 1), cores)
-
-
-def _cores() -> int:
-    """Those this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Threads(asked, asked) if asked else Threads(max(1, usable - 1), usable)
 
 
 def choose_device(name: str) -> torch.device:
