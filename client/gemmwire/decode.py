@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import lru_cache
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 from . import fields
@@ -22,7 +19,6 @@ from .messages import (
 )
 
 _LIMITS = Limits()
-_REMEMBERED = 1024  # bytes: a JSON part as binary requests have it
 
 
 def header_length(value: str | bytes | None, body_bytes: int) -> int | None:
@@ -48,38 +44,7 @@ def header_length(value: str | bytes | None, body_bytes: int) -> int | None:
 
 def decode_request(body: Buffer, length: int | None, limits: Limits = _LIMITS) -> InferRequest:
     """`body`, its first `length` bytes JSON (None: all) -> the request, its tensors views of `body`."""
-    view = _bytes(body)
-    if length is not None and length <= _REMEMBERED:
-        request, size = _remembered(bytes(view[:length]), limits)
-        if size == len(view) - length:
-            return _over(request, view[length:])
-    return _decode_request(*_open(view, length, limits), limits)
-
-
-@lru_cache(maxsize=256)
-def _remembered(head: bytes, limits: Limits) -> tuple[InferRequest, int]:
-    """-> (request, bytes of its binary tensors): a client sends the same JSON part again and again.
-
-    The `data` of a binary tensor is a slice, of the bytes behind the JSON part.
-    """
-    tail = _Measure()
-    request = _decode_request(fields.json_object(memoryview(head), limits.json_bytes), tail, limits)
-    return replace(request, parameters=MappingProxyType(dict(request.parameters))), tail.taken
-
-
-def _over(request: InferRequest, view: memoryview) -> InferRequest:
-    """The remembered request, its tensors over these bytes."""
-    inputs = tuple([_placed(tensor, tensor.data, view) for tensor in request.inputs])
-    return InferRequest(inputs, request.outputs, request.binary_outputs, request.id, request.parameters)
-
-
-def _placed(tensor: Tensor, place: object, view: memoryview) -> Tensor:
-    if isinstance(place, slice):
-        return Tensor(tensor.name, tensor.datatype, tensor.shape, view[place])
-    return tensor
-
-
-def _decode_request(head: dict[str, Any], tail: _Tail | _Measure, limits: Limits) -> InferRequest:
+    head, tail = _open(body, length, limits)
     parameters = fields.parameters(head, "the request")
     binary_outputs = fields.flag(parameters, "binary_data_output", "the request") or False
     parameters.pop("binary_data_output", None)
@@ -118,20 +83,6 @@ def decode_response(body: Buffer, length: int | None, limits: Limits = _LIMITS) 
         id=fields.text(head, "id", "the response", default=""),
         parameters=fields.parameters(head, "the response"),
     )
-
-
-class _Measure:
-    """Stands for the raw bytes behind the JSON part where those are not at hand yet: slices of them."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def take(self, size: int, where: str) -> Any:
-        self.taken += size
-        return slice(self.taken - size, self.taken)
-
-    def finish(self) -> None:
-        """Whoever has the bytes compares their number with `taken`."""
 
 
 class _Tail:
@@ -180,16 +131,14 @@ def _open(body: Buffer, length: int | None, limits: Limits) -> tuple[dict[str, A
     return fields.json_object(view[:length], limits.json_bytes), _Tail(view[length:])
 
 
-def _tensors(
-    head: Mapping[str, Any], role: str, tail: _Tail | _Measure, limits: Limits
-) -> tuple[Tensor, ...]:
+def _tensors(head: Mapping[str, Any], role: str, tail: _Tail, limits: Limits) -> tuple[Tensor, ...]:
     entries = fields.entries(head, f"{role}s", limits.tensors)
     tensors = tuple([_tensor(item, role, tail, limits) for item in entries])
     tail.finish()
     return tensors
 
 
-def _tensor(item: object, role: str, tail: _Tail | _Measure, limits: Limits) -> Tensor:
+def _tensor(item: object, role: str, tail: _Tail, limits: Limits) -> Tensor:
     if not isinstance(item, dict):
         given = fields.kind(item)
         fields.invalid(f"An entry of '{role}s' is {given}; it must be an object", "object", given)

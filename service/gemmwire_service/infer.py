@@ -39,7 +39,7 @@ PARSE_ELSEWHERE_FROM = 256 << 10  # bytes
 _ENCODE_ELSEWHERE_FROM = 4096  # numbers
 _CUT_ELSEWHERE_FROM = 1 << 20
 _REMEMBERED = 1024  # bytes of a JSON part, as binary requests have it
-_CALLS = 256
+_CALLS = 2048  # the layers of a large model, and of each some numbers of rows
 JOIN_BELOW = 64 << 10  # bytes
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
