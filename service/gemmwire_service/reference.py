@@ -11,6 +11,7 @@ from torch import Tensor
 from .backends.base import Plan
 from .backends.emulation import Emulation
 from .errors import BackendError
+from .mxfp8.fidelity import relative_errors
 from .mxfp8.weight import MxWeight
 
 TOLERANCE = 2.0**-6
@@ -80,8 +81,8 @@ class Reference:
 
 
 def _check(wrong: Tensor, right: Tensor, what: str, first: int = 0) -> float:
-    """Sums of squares -> the largest root of their ratio; 0/0 is 0."""
-    errors = torch.where(wrong == 0, 0.0, wrong / right).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    """Sums of squares -> the largest relative error."""
+    errors = relative_errors(wrong, right).nan_to_num(nan=torch.inf, posinf=torch.inf)
     worst = int(errors.argmax())
     value = float(errors[worst])
     if value > TOLERANCE:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gemmwire_service.mxfp8.fidelity import Fidelity, relative
+from gemmwire_service.mxfp8.fidelity import Fidelity, relative, relative_errors
 from gemmwire_service.mxfp8.format import BLOCK, dequantize, quantize
 
 from .inputs import Rows
-from .ranking import Spread, relative_errors, worst
+from .ranking import Spread, worst
 from .tile import Tile
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 WORST = 8  # rows or blocks that are named
@@ -27,11 +26,6 @@ class Spread:
         if not len(ranked):
             return cls(0.0, 0.0, 0.0)
         return cls(*(float(ranked[math.ceil(share * len(ranked)) - 1]) for share in (0.5, 0.99, 1.0)))
-
-
-def relative_errors(noise: Tensor, signal: Tensor) -> Tensor:
-    """Roots of noise / signal, both float64 sums of squares: 0 / 0 is 0, and anything else / 0 Infinity."""
-    return torch.where(noise == 0, 0.0, (noise / signal).sqrt())
 
 
 def worst(errors: Tensor) -> list[tuple[int, float]]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemmwire_service.mxfp8.fidelity import Fidelity, by_block
+from gemmwire_service.mxfp8.fidelity import Fidelity, by_block, relative_errors
 from gemmwire_service.mxfp8.format import BLOCK
 
-from .ranking import WORST, Spread, relative_errors, worst
+from .ranking import WORST, Spread, worst
 from .tile import Tile
 
 _BIAS = 127  # of E8M0

@@ -115,3 +115,8 @@ def relative(noise: float, signal: float) -> float:
     if not noise:
         return 0.0
     return math.sqrt(noise / signal) if signal else math.inf
+
+
+def relative_errors(noise: Tensor, signal: Tensor) -> Tensor:
+    """Roots of noise / signal, both float64 sums of squares: 0 / 0 is 0, and anything else / 0 Infinity."""
+    return torch.where(noise == 0, 0.0, (noise / signal).sqrt())

@@ -13,8 +13,9 @@ from gemmwire import mxfp8
 from gemmwire_service.accuracy import tile
 from gemmwire_service.accuracy.inputs import Rows
 from gemmwire_service.accuracy.layer import LayerFigures, measure
-from gemmwire_service.accuracy.ranking import Spread, relative_errors, worst
+from gemmwire_service.accuracy.ranking import Spread, worst
 from gemmwire_service.accuracy.source import SourceLayer
+from gemmwire_service.mxfp8.fidelity import relative_errors
 from gemmwire_service.mxfp8.weight import MxWeight
 
 
