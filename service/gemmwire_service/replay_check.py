@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from .errors import BackendError
-from .sample import sample_rows
+from .sample import UNWRITTEN, sample_rows
 
 REPLAYS = 20
 POISONS = (0.0, float("nan"), 448.0, float("inf"))
 """What the rows below m hold, in turn: nothing may find its way from there into the rows above."""
-_UNWRITTEN = 7.0
 
 Run = Callable[[], None]
 
@@ -45,7 +44,7 @@ def judge(x: Rows, y: Tensor, bucket: int, eager: Run, replay: Run) -> None:
         torch.mul(sample, sign, out=rows)
         rows[m:] = poison
         expected = _bits(eager, y)
-        y.fill_(_UNWRITTEN)
+        y.fill_(UNWRITTEN)
         got = _bits(replay, y)
         _refuse_difference(got, expected, f"replay {number + 1}, rows from {m} on {poison}")
         if sign > 0:

@@ -13,6 +13,7 @@ from .mxfp8.format import BLOCK
 
 EXPONENTS = (-12, 12)  # of a block, upper end excluded
 LARGEST = 127
+UNWRITTEN = 7.0  # for y before a forward: neither a likely result nor NaN
 _SEED = 20_260_101
 
 

@@ -14,13 +14,11 @@ from .backends.emulation import Emulation
 from .mxfp8.weight import MxWeight
 from .plans import PlanKey, PlanStore
 from .reference import Reference
-from .sample import sample_rows
+from .sample import UNWRITTEN, sample_rows
 from .timer import Timer, timer_for
 from .tuning import REPETITIONS, NoTuner, Tuner, check_repeats, choose, reason, refuse_lost
 
 log = logging.getLogger("gemmwire.warmup")
-
-_UNWRITTEN = 7.0  # what y holds before a forward: neither a likely result nor NaN
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class _Warmer:
         x = sample_rows(plan.bucket, self.weight.k, self.weight.k_pad, self.device)
         x[plan.bucket - plan.bucket // 4 :, : self.weight.k] = torch.nan
         out = torch.full(
-            (plan.bucket, self.weight.n_pad), _UNWRITTEN, dtype=torch.bfloat16, device=self.device
+            (plan.bucket, self.weight.n_pad), UNWRITTEN, dtype=torch.bfloat16, device=self.device
         )
         self.backend.forward(x, self.weight, plan, out)
         return x, out
