@@ -71,6 +71,15 @@ def read_layer(reply: Reply) -> LayerInfo:
     return _layer(config, {key: value for key, value in config.items() if key not in known})
 
 
+def columns_of(layer: LayerInfo) -> dict[str, tuple[int, int]]:
+    """The columns of y, start and stop, of each part of a fused layer. Errors: `WireError`."""
+    parts: Any = layer.config.get("parts") or ()
+    try:
+        return {str(part["name"]): (int(part["start"]), int(part["stop"])) for part in parts}
+    except (TypeError, KeyError, ValueError):
+        raise _misfit(f"the parts of layer {layer.name!r:.80} are {parts!r:.200}") from None
+
+
 def read_refitted(reply: Reply) -> Refitted:
     document = _document(reply, dict)
     where = "the answer"

@@ -16,7 +16,7 @@ from .client import Client
 from .errors import GemmwireError, ServerError, TimedOut, WireError
 from .facts import Answer
 from .http1 import Reply, Request
-from .replies import OUTPUT, Sent
+from .replies import OUTPUT, Sent, columns_of
 from .shm import Idle, Region, places, refuse_elsewhere
 from .url import segment
 
@@ -213,7 +213,4 @@ class _SharedCall:
 
 def _widths(client: Client, layer: str) -> Mapping[str, int]:
     info = client.layer(layer)
-    widths = {OUTPUT: info.n}
-    for part in info.config.get("parts") or ():
-        widths[part["name"]] = part["stop"] - part["start"]
-    return widths
+    return {OUTPUT: info.n} | {name: stop - start for name, (start, stop) in columns_of(info).items()}

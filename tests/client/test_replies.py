@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import gemmwire
-from gemmwire import Client, WireError
+from gemmwire import Client, LayerInfo, WireError
+from gemmwire.replies import columns_of
 from scripted_layer import Recorded, X, client
 from scripted_server import Served, Session, answer, serve
 
@@ -112,3 +113,33 @@ def test_a_503_over_a_socket() -> None:
     ):
         c.infer("a", X)
     assert caught.value.retry_after == 1.0
+
+
+def layer_of(parts: object) -> LayerInfo:
+    return LayerInfo(
+        "m.qkv",
+        n=3,
+        k=4,
+        version="1",
+        state="READY",
+        backend="",
+        reason="",
+        bias=None,
+        config={"parts": parts},
+    )
+
+
+def test_the_columns_of_parts_are_read() -> None:
+    parts = [{"name": "q", "start": 0, "stop": 2}, {"name": "k", "start": 2, "stop": 3}]
+    assert columns_of(layer_of(parts)) == {"q": (0, 2), "k": (2, 3)}
+    assert columns_of(layer_of(None)) == {}
+
+
+@pytest.mark.parametrize(
+    "parts", [5, ["q"], [{"name": "q"}], [{"name": "q", "start": "a", "stop": 1}]], ids=str
+)
+def test_parts_that_are_none_are_refused(parts: object) -> None:
+    """Guards: a KeyError of the client's own, where a call raises nothing but its errors."""
+    with pytest.raises(WireError, match="the parts of layer") as caught:
+        columns_of(layer_of(parts))
+    assert caught.value.code == "answer_invalid"

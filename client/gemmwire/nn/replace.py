@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from gemmwire.client import Client
-from gemmwire.errors import InvalidArgument, WireError
+from gemmwire.errors import InvalidArgument
 from gemmwire.facts import LayerInfo
+from gemmwire.replies import columns_of
 
 from .fused import parts_of
 from .linear import RemoteLinear
@@ -184,7 +184,7 @@ class _Plan:
         for fused, info in self._layers.items():
             if fused.rpartition(".")[0] != module:
                 continue
-            columns = _columns(self._client.layer(fused))
+            columns = columns_of(self._client.layer(fused))
             for part, remote in parts_of(_remote(self._client, info), columns).items():
                 self._remote[f"{module}.{part}"] = remote
                 yield f"{module}.{part}", fused
@@ -199,17 +199,6 @@ class _Plan:
 
     def _leave(self, name: str, reason: str) -> None:
         self.left.append(Left(name, reason))
-
-
-def _columns(info: LayerInfo) -> dict[str, tuple[int, int]]:
-    """Of each part of a fused layer. Errors: `WireError`."""
-    parts: Any = info.config.get("parts") or ()
-    try:
-        return {str(part["name"]): (int(part["start"]), int(part["stop"])) for part in parts}
-    except (TypeError, KeyError, ValueError):
-        raise WireError(
-            "answer_invalid", f"The parts of layer {info.name!r} cannot be read: {parts!r:.200}"
-        ) from None
 
 
 def _remote(client: Client, info: LayerInfo) -> RemoteLinear:
