@@ -106,10 +106,8 @@ class Pipeline:
         if rows > self._ladder.largest:
             return False
         program = layer.programs.get(self._ladder.bucket_for(rows))
-        if (
-            program is None or not program.captured
-        ):  # a kernel library may keep to the thread it was loaded on
-            return False
+        if program is None or not program.captured:
+            return False  # a kernel library may keep to the thread it was loaded on
         nbytes = 2 * rows * (program.x.k_pad + program.n)
         return program.microseconds + nbytes / _BYTES_A_US < _QUICK_US
 

@@ -40,9 +40,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if (
-            self.force_exit
-        ):  # by a second Ctrl-C: nobody ends the lifespan, which uvicorn would log as a fault
+        if self.force_exit:
+            # By a second Ctrl-C: nobody ends the lifespan, which uvicorn would log as a fault.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             log.warning("stopped at once; requests that were under way have no answer")
         left = cast(list[Connection], list(self.server_state.connections))

@@ -53,7 +53,7 @@ def joined(body: bytes, length: int | None = None) -> bytes:
 
 
 def decode_request(data: bytes) -> None:
-    """Twice: the second time from what the codec remembers of the first."""
+    """Twice, to the same message: nothing of the first is left behind."""
     length, body = split(data)
     if length is not None and length > len(body):
         return

@@ -134,9 +134,8 @@ def _entries(path: Path) -> tuple[dict[str, Any], int]:
     """The tensors of a .safetensors, and where their bytes begin."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        there = length <= min(
-            _LONGEST_HEADER, path.stat().st_size
-        )  # a read makes room for all it is asked for
+        # A read makes room for all it is asked for.
+        there = length <= min(_LONGEST_HEADER, path.stat().st_size)
         text = file.read(length) if there else b""
     try:
         entries = json.loads(text)
