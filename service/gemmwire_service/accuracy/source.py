@@ -35,7 +35,7 @@ class Source:
 
     def __init__(self, path: Path, reference: Path | None, patterns: Sequence[str]) -> None:
         """patterns: shell patterns over layer names; none is all. Raises CheckpointError."""
-        self.path, self.reference_path = path, reference
+        self.path = path
         self.checkpoint = open_checkpoint(path, allow_unquantized=True)
         self._reference = None if reference is None else open_checkpoint(reference, allow_unquantized=True)
         found = {name: self._reason(name) for name in self._matching(patterns)}
