@@ -1,6 +1,7 @@
 """The newest weights of layers, in a folder that all servers of one checkpoint see.
 
     LAYER@VERSION.safetensors     as the body of a refit, LAYER with %-escapes; version 1 is the checkpoint's
+                                  (of a name too long for a file: its beginning, ~ and its SHA-256)
 
 A file appears whole, under a number that nobody else can take: so the folder decides which weight a version
 is, whichever servers come, go, or fail between two steps. Of each layer the newest and the one before are
@@ -9,20 +10,29 @@ kept.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import re
+import stat
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from .backends.base import LayerSpec
 from .checkpoint.base import LayerWeights
 from .errors import CheckpointError, DeviceFailed, SettingsError, VersionConflict
-from .safetensors_body import read_weights
+from .safetensors_body import largest, read_weights
 
-_FILE = re.compile(r"(?P<layer>[^@]+)@(?P<version>[1-9][0-9]{0,17})\.safetensors")
+log = logging.getLogger("gemmwire.refit")
+
+_FILE = re.compile(r"(?P<stem>[^@]+)@(?P<version>[1-9][0-9]{0,17})\.safetensors")
+_PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial")
+_ABANDONED_S = 3600.0  # after which nobody writes to a partial file: its server was killed
+_STEM = 200  # bytes of a file's name, of 255, that a layer's name may take as it is
 _KEPT = 2  # versions: a server that has just found one may still be about to read it
 _ATTEMPTS = 10  # to read the newest, or to take the next number, while others do
 
@@ -46,24 +56,24 @@ class RefitFolder:
             )
         return cls(path)
 
-    def newest(self) -> dict[str, int]:
-        """The newest version of each layer that was ever given a new weight."""
+    def newest(self, layers: Iterable[str]) -> dict[str, int]:
+        """The newest version of each of `layers` that was ever given a new weight. Errors: OSError."""
         found: dict[str, int] = {}
-        for layer, version in self._files():
-            found[layer] = max(version, found.get(layer, 0))
-        return found
+        for stem, version in self._files():
+            found[stem] = max(version, found.get(stem, 0))
+        return {layer: found[_stem(layer)] for layer in layers if _stem(layer) in found}
+
+    def newest_of(self, layer: str) -> int:
+        """1 where it was never given a new weight. Errors: DeviceFailed."""
+        try:
+            return self.newest([layer]).get(layer, 1)
+        except OSError as error:
+            raise self._takes_nothing(layer, error) from error
 
     def read(self, spec: LayerSpec, version: int) -> LayerWeights:
         """Errors: CheckpointError; FileNotFoundError where newer ones have replaced it."""
         path = self._path(spec.name, version)
-        with open(path, "rb", buffering=0) as file:
-            body = bytearray(os.fstat(file.fileno()).st_size)
-            view, got = memoryview(body), 0
-            while got < len(body):
-                more = file.readinto(view[got:])
-                if not more:
-                    raise CheckpointError(f"{path}: it ends after {got} of {len(body)} bytes; it was cut")
-                got += more
+        view = _read(path, largest(spec))
         try:
             return read_weights(view, spec)
         except CheckpointError as error:
@@ -73,7 +83,7 @@ class RefitFolder:
     def read_newest(self, spec: LayerSpec) -> tuple[int, LayerWeights] | None:
         """-> (version, weight); None where the checkpoint's is the newest. Errors: CheckpointError."""
         for _ in range(_ATTEMPTS):
-            version = self.newest().get(spec.name)
+            version = self.newest([spec.name]).get(spec.name)
             if version is None:
                 return None
             with suppress(FileNotFoundError):
@@ -93,36 +103,53 @@ class RefitFolder:
         try:
             _write(partial, body)
             for _ in range(_ATTEMPTS):
-                newest = max(served, self.newest().get(layer, 1))
+                newest = max(served, self.newest_of(layer))
                 refuse_other(layer, newest, if_version)
                 with suppress(FileExistsError):
                     os.link(partial, self._path(layer, newest + 1))
                     self._clear(layer, newest + 1)
                     return newest + 1
         except OSError as error:
-            raise DeviceFailed(
-                f"The new weight of layer {layer!r} could not be kept in {self.path} "
-                f"({error.strerror or error}); no server has taken it. Make room there and send it again"
-            ) from error
+            raise self._takes_nothing(layer, error) from error
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
         raise VersionConflict(
             f"Layer {layer!r} is given new weights too fast by others to find a free version; send it again"
         )
 
+    def _takes_nothing(self, layer: str, error: OSError) -> DeviceFailed:
+        return DeviceFailed(
+            f"The new weight of layer {layer!r} could not be kept in {self.path} "
+            f"({error.strerror or error}); no server has taken it. Is the folder there, with room, and may "
+            "this server write to it? Then send it again"
+        )
+
     def _clear(self, layer: str, newest: int) -> None:
-        for name, version in self._files():
-            if name == layer and version <= newest - _KEPT:
-                self._path(layer, version).unlink(missing_ok=True)
+        """Remove what nobody needs any more, as far as that goes: the new weight is published already."""
+        try:
+            for stem, version in self._files():
+                if stem == _stem(layer) and version <= newest - _KEPT:
+                    self._path(layer, version).unlink(missing_ok=True)
+            for partial in filter(_PARTIAL.fullmatch, os.listdir(self.path)):
+                _remove_abandoned(self.path / partial)
+        except OSError as error:
+            log.warning("%s: what is out of use could not be removed: %s", self.path, error)
 
     def _files(self) -> Iterator[tuple[str, int]]:
         for name in os.listdir(self.path):
             match = _FILE.fullmatch(name)
             if match is not None:
-                yield unquote(match["layer"]), int(match["version"])
+                yield match["stem"], int(match["version"])
 
     def _path(self, layer: str, version: int) -> Path:
-        return self.path / f"{quote(layer, safe='')}@{version}.safetensors"
+        return self.path / f"{_stem(layer)}@{version}.safetensors"
+
+
+def _stem(layer: str) -> str:
+    """What files of the layer begin with."""
+    name = quote(layer, safe="")
+    return name if len(name) <= _STEM else f"{name[:100]}~{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def refuse_other(layer: str, newest: int, if_version: int | None) -> None:
@@ -134,6 +161,36 @@ def refuse_other(layer: str, newest: int, if_version: int | None) -> None:
             expected=newest,
             got=if_version,
         )
+
+
+def _read(path: Path, limit: int) -> memoryview:
+    """All bytes of a file that has at most `limit`. Errors: CheckpointError, OSError."""
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
+        raise CheckpointError(
+            f"{path}: is not a regular file; remove it", expected="a file", got=oct(info.st_mode)
+        )
+    if info.st_size > limit:
+        raise CheckpointError(
+            f"{path}: has {info.st_size} bytes, and the layer's weight at most {limit}. Is it of another "
+            "checkpoint? Then empty the folder",
+            expected=f"at most {limit}",
+            got=info.st_size,
+        )
+    with open(path, "rb", buffering=0) as file:
+        view, got = memoryview(bytearray(info.st_size)), 0
+        while got < len(view):
+            more = file.readinto(view[got:])
+            if not more:
+                raise CheckpointError(f"{path}: it ends after {got} of {len(view)} bytes; it was cut")
+            got += more
+    return view
+
+
+def _remove_abandoned(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        if time.time() - path.stat().st_mtime > _ABANDONED_S:
+            path.unlink()
 
 
 def _write(path: Path, body: memoryview) -> None:

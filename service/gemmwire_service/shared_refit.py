@@ -40,8 +40,8 @@ class SharedRefit:
     async def publish(self, layer: Layer, body: memoryview, if_version: int | None) -> Refitted:
         """Errors: as `Refit.refit`, and DeviceFailed where the folder takes nothing."""
         async with self._turn:
-            newest = await asyncio.to_thread(self._folder.newest)
-            refuse_other(layer.name, max(layer.version, newest.get(layer.name, 1)), if_version)
+            newest = max(layer.version, await asyncio.to_thread(self._folder.newest_of, layer.name))
+            refuse_other(layer.name, newest, if_version)
             keep = partial(self._folder.publish, layer.name, body, layer.version, if_version)
             source = Source(layer, partial(read_weights, body, layer.spec), "a refit request")
             return await self._refit.refit(source, number=partial(asyncio.to_thread, keep))
@@ -65,7 +65,7 @@ class SharedRefit:
         errors: list[Exception] = []
         async with self._turn:
             try:
-                newest = await asyncio.to_thread(self._folder.newest)
+                newest = await asyncio.to_thread(self._folder.newest, tuple(self._engine.layers))
             except OSError as error:
                 return [error]
             for name, version in newest.items():
@@ -76,6 +76,9 @@ class SharedRefit:
                     except FileNotFoundError:
                         continue  # a newer one is there already
                     except (ServiceError, OSError) as error:
+                        errors.append(error)
+                    except Exception as error:  # no memory, say: it must not end the watch
+                        log.exception("layer %s: version %d could not be taken", name, version)
                         errors.append(error)
         return errors
 

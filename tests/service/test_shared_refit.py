@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from exact_layer_versions import LAYER, K, N, X, checkpoint, expected, weight
 from gemmwire import Answer, BadRequest, Client, Conflict, InvalidArgument, Overloaded, Retries, ServerFailed
 from gemmwire_service import shared_refit
 from gemmwire_service.backends.base import LayerSpec
+from gemmwire_service.checkpoint.base import LayerWeights
 from gemmwire_service.errors import CheckpointError, DeviceFailed, SettingsError
 from gemmwire_service.refit_folder import RefitFolder
 from gemmwire_service.settings import Settings, load
@@ -227,12 +229,12 @@ def test_what_else_is_in_the_folder_is_left_alone(options: Options, folder: Path
     assert {path.name for path in folder.iterdir()} == {*names, f"{LAYER}@2.safetensors"}
 
 
-@pytest.mark.parametrize("name", ["a b", "sch\u00f6n", "%40", "x@2", "..hidden"])
+@pytest.mark.parametrize("name", ["a b", "sch\u00f6n", "%40", "x@2", "..hidden", "\u5c64" * 340, "a" * 1024])
 def test_any_name_of_a_layer_is_a_name_of_a_file(folder: Path, name: str) -> None:
     kept = RefitFolder(folder)
     body = memoryview(save({"weight": weight(2)}))
     assert kept.publish(name, body, 1, None) == 2
-    assert kept.newest() == {name: 2}
+    assert kept.newest([name, "other"]) == {name: 2}
     found = kept.read_newest(LayerSpec(name, N, K, bias=False))
     assert found is not None
     assert found[0] == 2
@@ -244,6 +246,84 @@ def test_a_folder_that_takes_nothing_is_said_to(tmp_path: Path) -> None:
     gone = RefitFolder(tmp_path / "gone")
     with pytest.raises(DeviceFailed, match="no server has taken it"):
         gone.publish(LAYER, memoryview(b"x"), 1, None)
+
+
+def test_long_names_that_begin_alike_are_two(folder: Path) -> None:
+    """Guards: one layer's weight served as another's, whose name has the same beginning."""
+    kept = RefitFolder(folder)
+    body = memoryview(save({"weight": weight(2)}))
+    names = ["a" * 1000 + end for end in "bc"]
+    assert [kept.publish(name, body, served, None) for name, served in zip(names, (1, 6), strict=True)] == [
+        2,
+        7,
+    ]
+    assert kept.newest(names) == dict(zip(names, (2, 7), strict=True))
+
+
+def test_what_is_published_is_taken_though_the_old_cannot_be_removed(
+    pair: tuple[Served, Served], folder: Path
+) -> None:
+    """Guards: an error that says that no server has a weight which all of them are about to serve."""
+    (folder / f"{LAYER}@1.safetensors").mkdir()  # as where another user's files are in a folder with t
+    for number in (2, 3):
+        with client(pair[0]) as refitting:
+            assert refitting.refit(LAYER, weight(number)).version == str(number)
+    for each in pair:
+        reach(each, 3)
+
+
+def test_a_folder_that_went_is_said_to(pair: tuple[Served, Served], folder: Path) -> None:
+    """Guards: an internal error, which names neither the folder nor what to do."""
+    folder.rmdir()
+    with client(pair[0]) as refitting, pytest.raises(ServerFailed, match=r"refits .*Is the folder there"):
+        refitting.refit(LAYER, weight(2))
+    folder.mkdir()
+    with client(pair[0]) as refitting:
+        assert refitting.refit(LAYER, weight(2)).version == "2"
+    reach(pair[1], 2)
+
+
+def test_a_server_without_memory_for_it_takes_it_later(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: a server that looks into the folder no more, and serves its old weight for ever in silence."""
+    monkeypatch.setattr(shared_refit, "_RETRY_S", 0.01)
+    read, failures = RefitFolder.read, iter(range(5))
+
+    def failing(kept: RefitFolder, spec: LayerSpec, number: int) -> LayerWeights:
+        if next(failures, None) is not None:
+            raise MemoryError
+        return read(kept, spec, number)
+
+    monkeypatch.setattr(RefitFolder, "read", failing)
+    with client(pair[0]) as refitting:
+        refitting.refit(LAYER, weight(2))
+    reach(pair[1], 2)
+
+
+@pytest.mark.parametrize("kind", ["huge", "pipe", "folder"])
+def test_what_is_no_weight_is_refused_unread(folder: Path, kind: str) -> None:
+    """Guards: memory for a file of terabytes, and a wait for who writes into a pipe."""
+    path = folder / f"{LAYER}@2.safetensors"
+    if kind == "huge":
+        path.touch()
+        os.truncate(path, 1 << 42)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(CheckpointError, match=r"@2\.safetensors: (has 4398046511104 bytes|is not a regular)"):
+        RefitFolder(folder).read(LayerSpec(LAYER, N, K, bias=False), 2)
+
+
+def test_what_killed_servers_left_unfinished_goes(folder: Path) -> None:
+    """Guards: a folder that fills up with weights that nobody will ever read."""
+    old, new = (folder / f".{digit * 32}.partial" for digit in "ab")
+    for path in (old, new):
+        path.write_bytes(b"?")
+    os.utime(old, (1, 1))
+    RefitFolder(folder).publish(LAYER, memoryview(save({"weight": weight(2)})), 1, None)
+    assert {path.name for path in folder.iterdir()} == {new.name, f"{LAYER}@2.safetensors"}
 
 
 def test_models_that_one_server_loads_are_not_for_all(tmp_path: Path) -> None:
