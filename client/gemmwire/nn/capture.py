@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gemmwire.errors import InvalidArgument
 from gemmwire.safetensors import header
@@ -47,7 +48,8 @@ def capture(
     layer's where the checkpoint has others, None for one that is to be left out. Of a model that goes through
     `torch.compile`, capture before that: compiled code does not see what is added to a module later.
 
-    Errors: InvalidArgument where n is below 1, where there is no module to record, or two get one name.
+    Errors: InvalidArgument where n is below 1, where there is no module to record, two get one name, or a
+    module is compiled already.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InvalidArgument(f"n is {n!r}; it must be a whole number of rows, at least 1")
@@ -127,7 +129,10 @@ class _Reservoir:
     def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         # After the forward: what it refused is not recorded.
         x = args[0] if args else kwargs.get("input")
-        if isinstance(x, Tensor) and x.ndim and x.numel() and x.is_floating_point():
+        # What torch.export traces with, and a model on the meta device, has no numbers.
+        if not isinstance(x, Tensor) or x.is_meta or isinstance(x, FakeTensor):
+            return
+        if x.ndim and x.numel() and x.is_floating_point():
             # Outside inference mode, or what is kept could not be written to by a call that is not in it.
             with torch.inference_mode(False), torch.no_grad(), self._lock:
                 self._take(x.detach().reshape(-1, x.shape[-1]))
@@ -155,22 +160,27 @@ class _Reservoir:
         return places
 
     def _room(self, rows: Tensor) -> Tensor:
-        """What is kept, in a dtype that holds the new rows too."""
+        """What is kept, in a dtype that holds the new rows too, with room for all that were seen, up to n."""
         kept = self._kept
         if kept is None:
-            kept = torch.zeros(self._n, rows.shape[1], dtype=rows.dtype)
+            kept = rows.new_zeros(0, rows.shape[1])
         elif kept.shape[1] != rows.shape[1]:
             raise InvalidArgument(
                 f"Module {self._name!r} was called with K={kept.shape[1]} and now with K={rows.shape[1]}: it "
                 "is no linear layer of one size; leave it out, with name=... or kinds=..."
             )
-        self._kept = kept.to(torch.promote_types(kept.dtype, rows.dtype))
-        return self._kept
+        kept = kept.to(torch.promote_types(kept.dtype, rows.dtype))
+        if len(kept) < min(self._n, self.seen):
+            room = min(self._n, max(self.seen, 2 * len(kept)))
+            kept = torch.cat([kept, kept.new_zeros(room - len(kept), kept.shape[1])])
+        self._kept = kept
+        return kept
 
 
 def _targets(model: nn.Module, kinds: tuple[type[nn.Module], ...], name: Name | None) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
+        _refuse_compiled(path, module)
         layer = path if name is None else name(path)
         if not isinstance(module, kinds) or layer is None:
             continue
@@ -187,6 +197,15 @@ def _targets(model: nn.Module, kinds: tuple[type[nn.Module], ...], name: Name | 
             f"{type(model).__name__} has no {wanted} to record; name the class that it has with kinds=(...,)"
         )
     return found
+
+
+def _refuse_compiled(path: str, module: nn.Module) -> None:
+    if hasattr(module, "_orig_mod"):
+        what = f"Module {path!r}" if path else "The model"
+        raise InvalidArgument(
+            f"{what} has been compiled, and what is compiled does not see that it is recorded; record before "
+            "torch.compile, or give and call the module that it was made of (its _orig_mod)"
+        )
 
 
 def _write(path: Path, rows: Mapping[str, Tensor]) -> None:

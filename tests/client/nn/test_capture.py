@@ -96,6 +96,37 @@ def test_more_rows_are_a_uniform_sample_over_all_calls(linear: nn.Sequential) ->
         assert abs(float(part.mean()) - 30) < 5 * 5.2 / 50**0.5
 
 
+def test_room_is_taken_for_the_rows_that_come(linear: nn.Sequential) -> None:
+    """Guards: memory for n rows of every layer at its first call, where n only means "all"."""
+    with capture(linear, 10**12) as captured:
+        for first in range(0, 35, 5):
+            linear(numbered(first, 5))
+    assert numbers(captured.rows["0"]) == list(range(35))
+
+
+def test_what_has_no_numbers_is_not_recorded(linear: nn.Sequential) -> None:
+    """Guards: a sample that a trace has spoiled, and a model on the meta device that does not answer."""
+    with capture(linear, 4) as captured:
+        torch.export.export(linear, (numbered(0, 3),))
+        linear(numbered(7, 1))
+    assert numbers(captured.rows["0"]) == [7]
+    empty = nn.Sequential(nn.Linear(K, K)).to("meta")
+    with capture(empty, 4) as captured:
+        assert empty(numbered(0, 3).to("meta")).shape == (3, K)
+    assert captured.rows == {}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_compiled_model_is_refused(linear: nn.Sequential, inner: bool) -> None:
+    """Guards: an hour of a model's calls of which nothing was recorded."""
+    compiled: Any = torch.compile(linear, backend="eager")
+    with pytest.raises(InvalidArgument, match="has been compiled"):
+        capture(nn.Sequential(compiled) if inner else compiled)
+    with capture(compiled._orig_mod, 4) as captured:
+        compiled._orig_mod(numbered(0, 3))
+    assert captured.seen == {"0": 3}
+
+
 def test_one_call_of_many_rows_is_sampled_as_many_calls_are(linear: nn.Sequential) -> None:
     counts = torch.zeros(100)
     for seed in range(200):
