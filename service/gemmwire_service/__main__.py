@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
 
-_INTERRUPTED = 130  # as a shell has it
+from .standard_output import discard, is_of_output
+
+_INTERRUPTED, _NOBODY_READS = 130, 141  # as a shell has them
 _EXTRA = "The service's packages are not installed ({}); run: pip install 'gemmwire[service]'"
 
 Command = Callable[[Sequence[str]], int]
@@ -59,7 +62,8 @@ DEFAULT = "serve"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: that of the command; 2 where its arguments are wrong or its packages are not installed."""
+    """Exit status: that of the command; 2 where its arguments are wrong, its packages are not installed or
+    what it prints cannot be written."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name, rest = (given[0], given[1:]) if given and given[0] in COMMANDS else (DEFAULT, given)
     try:
@@ -72,12 +76,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     try:
-        return command(rest)
+        status = command(rest)
+        sys.stdout.flush()
+        return status
     except ServiceError as error:
         print(f"gemmwire-serve: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if not is_of_output(error):
+            raise
+        discard()
+        return _not_printed(error)
     except KeyboardInterrupt:  # before the server has its own way to stop
         return _INTERRUPTED
+
+
+def _not_printed(error: OSError) -> int:
+    if error.errno == errno.EPIPE:  # `gemmwire-serve accuracy MODEL | head`
+        return _NOBODY_READS
+    print(f"gemmwire-serve: standard output cannot be written to: {error.strerror}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from collections import Counter
@@ -10,6 +11,9 @@ from io import TextIOWrapper
 from . import __version__
 from .engine import Engine
 from .layer import Layer
+from .standard_output import discard
+
+log = logging.getLogger("gemmwire")
 
 _SHOWN = 40
 
@@ -18,7 +22,11 @@ def announce(engine: Engine, url: str, seconds: float, by_key: bool = False) -> 
     """`by_key`: clients have to show one."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a layer's name may have letters that it lacks
-    print("\n".join(lines(list(engine.layers.values()), url, seconds, by_key)), flush=True)
+    try:
+        print("\n".join(lines(list(engine.layers.values()), url, seconds, by_key)), flush=True)
+    except OSError as error:  # that nobody reads it is no reason not to serve
+        discard()
+        log.warning("ready on %s; standard output cannot be written to: %s", url, error.strerror)
 
 
 def lines(layers: list[Layer], url: str, seconds: float, by_key: bool = False) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import shlex
 import signal
@@ -10,11 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import gemmwire
 from http_calls import HEADER_LENGTH, raw
 from process import COMMAND, environment, fails, process, started
 
@@ -163,3 +166,65 @@ def test_it_serves_where_every_warning_is_an_error() -> None:
         finally:
             running.kill()
     assert (running.returncode, "Warning" in said) == (0, False), said
+
+
+def unread() -> int:
+    """A pipe whose reader has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "said"),
+    [
+        pytest.param(unread, 141, "", id="nobody-reads"),
+        pytest.param(
+            lambda: os.open("/dev/full", os.O_WRONLY),
+            2,
+            "gemmwire-serve: standard output cannot be written to: No space left on device\n",
+            id="full",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "arguments", [("key", "me"), ("accuracy", "glassllm", "--layers", "*.W_K", "--rows", "1")]
+)
+def test_what_cannot_be_printed_has_a_status_of_its_own(
+    output: Callable[[], int], status: int, said: str, arguments: tuple[str, ...]
+) -> None:
+    """Guards: a traceback, and the status 1 of `accuracy --fail-on` for a report that nobody could read."""
+    with os.fdopen(output(), "wb") as writing:
+        done = subprocess.run(
+            [*COMMAND, *arguments],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            timeout=60,
+        )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith(said)
+
+
+def test_it_serves_though_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    """Guards: a traceback in the log of `gemmwire-serve | head -1`."""
+    path = tmp_path / "a.sock"
+    arguments = ["--port", "0", "--random-layer", "r=32x32", "--uds", str(path)]
+    with (
+        os.fdopen(unread(), "wb") as writing,
+        subprocess.Popen(
+            [*COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, env=environment()
+        ) as running,
+    ):
+        try:
+            with gemmwire.Client(f"unix://{path}", retries=gemmwire.Retries(100, longest=0.5)) as client:
+                assert client.infer("r", torch.ones(1, 32)).shape == (1, 32)
+            running.send_signal(signal.SIGTERM)
+            _, said = running.communicate(timeout=30)
+        finally:
+            running.kill()
+    assert running.returncode == 0, said
+    assert "standard output cannot be written to: Broken pipe" in said
+    assert "Traceback" not in said

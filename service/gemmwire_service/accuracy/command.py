@@ -23,7 +23,7 @@ from .source import Source
 from .table import table
 from .verdict import KEEP, LOOK, at_least
 
-ROWS = 128
+ROWS, ROWS_LIMIT = 128, 16384  # of each kind, a few numbers of FP64 for each element are in memory
 JSON, PAGE = "accuracy.json", "accuracy.html"
 
 
@@ -92,21 +92,21 @@ def parser() -> argparse.ArgumentParser:
         "is stored: its weight, and its answers to drawn and to captured rows of x.",
         allow_abbrev=False,
     )
-    result.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --model of gemmwire-serve")
+    result.add_argument("checkpoint", type=_path, metavar="CHECKPOINT", help="as --model of gemmwire-serve")
     result.add_argument(
         "--reference",
-        type=Path,
+        type=_path,
         metavar="MODEL",
         help="the unquantized model that an MXFP8 CHECKPOINT was made from",
     )
     result.add_argument(
         "--calibrate",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="captured rows of x, a safetensors file as gemmwire.nn.capture writes it; they decide then",
     )
     result.add_argument(
-        "--out", type=Path, metavar="FOLDER", help=f"write {JSON} and {PAGE}, a page to look at, into FOLDER"
+        "--out", type=_path, metavar="FOLDER", help=f"write {JSON} and {PAGE}, a page to look at, into FOLDER"
     )
     result.add_argument(
         "--layers",
@@ -116,7 +116,11 @@ def parser() -> argparse.ArgumentParser:
         help="layers to measure, such as '*.down_proj' (default: all); may be repeated",
     )
     result.add_argument(
-        "--rows", type=_positive, default=ROWS, metavar="M", help=f"rows of x of each kind (default {ROWS})"
+        "--rows",
+        type=_rows,
+        default=ROWS,
+        metavar="M",
+        help=f"rows of x of each kind (default {ROWS}, at most {ROWS_LIMIT})",
     )
     result.add_argument("--seed", type=_seed, default=0, help="of the drawn rows (default 0)")
     result.add_argument("--json", action="store_true", help=f"print what {JSON} holds, not a table")
@@ -126,10 +130,21 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _positive(given: str) -> int:
+def _path(given: str) -> Path:
+    if not given:
+        raise argparse.ArgumentTypeError("no path is given; . is the folder that this is called in")
+    return Path(given)
+
+
+def _rows(given: str) -> int:
     value = _seed(given)
     if value == 0:
         raise argparse.ArgumentTypeError("0 rows measure nothing; at least 1 is needed")
+    if value > ROWS_LIMIT:
+        raise argparse.ArgumentTypeError(
+            f"{value} rows are more than the {ROWS_LIMIT} that are measured at most; the figures of {ROWS} "
+            "hardly differ"
+        )
     return value
 
 

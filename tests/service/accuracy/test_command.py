@@ -202,6 +202,9 @@ def test_the_status_says_whether_a_layer_is_bad(
     [
         pytest.param(("--rows", "0"), id="no-rows"),
         pytest.param(("--rows", "-1"), id="negative"),
+        pytest.param(("--rows", "16385"), id="more-rows-than-fit"),
+        pytest.param(("--out", ""), id="no-folder"),
+        pytest.param(("--calibrate", ""), id="no-file"),
         pytest.param(("--seed", "x"), id="no-number"),
         pytest.param(("--fail-on", "fine"), id="fail-on-fine"),
         pytest.param(("--calib", "x"), id="abbreviated"),
