@@ -80,15 +80,14 @@ class AsyncHTTPTransport:
         return reply
 
     async def _connect(self, deadline: Deadline) -> AsyncConnection:
-        soon = deadline if self._connect_s is None else deadline.at_most(self._connect_s)
-        left = soon.left()
+        left = deadline.left() if self._connect_s is None else deadline.part(self._connect_s)
         connecting = asyncio.ensure_future(self._connecting())
         try:
             # Up to Python 3.11 wait_for forgets a cancellation that comes together with the connection.
             await asyncio.wait([connecting], timeout=left)
             if not connecting.done():
                 deadline.left()
-                raise TimeoutError if self._connect_s is None else too_slow(self._connect_s)
+                raise TimeoutError if self._connect_s is None or left is None else too_slow(left)
         except BaseException:
             connecting.cancel()
             connecting.add_done_callback(_close)

@@ -11,10 +11,10 @@ class Deadline:
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
 
-    def at_most(self, seconds: float) -> Deadline:
-        """The earlier of this one and that of so many seconds from now."""
-        sooner = Deadline(seconds)
-        return self if self._end is not None and self._end <= time.monotonic() + seconds else sooner
+    def part(self, seconds: float) -> float:
+        """So many seconds, or half of what is left: the rest is for another try. Errors: TimeoutError."""
+        left = self.left()
+        return seconds if left is None else min(seconds, left / 2)
 
     def left(self) -> float | None:
         """Seconds until then, as a socket's timeout. Errors: TimeoutError."""

@@ -21,8 +21,10 @@ class Everywhere:
 
     def failed(self, url: str, error: GemmwireError) -> None:
         """Raises the error where it is the first server's and a refusal: nothing has changed anywhere, and
-        the others would refuse it too."""
-        if not (self._done or self._failed) and isinstance(error, ServerError) and error.status < 500:
+        the others would refuse it too. Not so a refusal after an attempt without an answer, its cause: that
+        may have been taken."""
+        refused = isinstance(error, ServerError) and error.status < 500 and error.__cause__ is None
+        if refused and not (self._done or self._failed):
             raise error
         self._failed[url] = error
 

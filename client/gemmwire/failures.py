@@ -23,7 +23,7 @@ class ClientClosed(ConnectionError):
 
 def too_slow(seconds: float) -> OSError:
     """A connection that was not made in time, though the call has time left."""
-    return OSError(errno.ETIMEDOUT, f"no connection within {seconds:g} s")
+    return OSError(errno.ETIMEDOUT, f"no connection within {seconds:.3g} s")
 
 
 def transport_error(error: OSError, request: Request, url: Url, timeout: float | None) -> TransportError:

@@ -133,11 +133,12 @@ class HTTPTransport:
 
 
 def within(seconds: float | None, deadline: Deadline, connect: Callable[[Deadline], T]) -> T:
-    """Connect in so many seconds, so that the rest of a call's time is left for another host."""
+    """Connect in so many seconds and half of the time at most: the rest is left for another host."""
     if seconds is None:
         return connect(deadline)
+    seconds = deadline.part(seconds)
     try:
-        return connect(deadline.at_most(seconds))
+        return connect(Deadline(seconds))
     except TimeoutError:
         deadline.left()
         raise too_slow(seconds) from None

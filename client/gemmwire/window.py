@@ -50,7 +50,11 @@ class Window:
         while not slot and self._under_way:
             self._finish_oldest()
             slot = transport.pool.acquire_now()
-        self._under_way.append((transport, self._start(request, transport, slot), told))
+        sent = self._start(request, transport, slot)
+        if told is not None and isinstance(sent, GemmwireError):
+            told(sent)  # before the next one is sent the same way
+            told = None
+        self._under_way.append((transport, sent, told))
 
     def replies(self) -> list[Reply | GemmwireError]:
         """All of them, in order."""

@@ -26,7 +26,10 @@ from certificates import made_for
 from either_transport import Loop
 from gemmwire import AsyncClient, Client
 from gemmwire.connection import Connection
+from gemmwire.deadline import Deadline
 from gemmwire.nn import RemoteLinear, client_for, operator
+from gemmwire.transport import HTTPTransport
+from gemmwire.url import parse_urls
 from scripted_layer import B, K, W, X, Y, compute, layer
 from scripted_server import Script, Served, Session, answer, replying, serve
 from serving import Served as Service
@@ -73,6 +76,19 @@ def nobody() -> str:
     """An address at which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+@contextmanager
+def full_backlog() -> Iterator[str]:
+    """An address at which a connection is neither made nor refused."""
+    with socket.socket() as full, ExitStack() as links:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(3):
+            link = links.enter_context(socket.socket())
+            link.setblocking(False)
+            link.connect_ex(full.getsockname())
+        yield f"http://127.0.0.1:{full.getsockname()[1]}"
 
 
 def hang_up(listener: socket.socket, done: threading.Event) -> None:
@@ -144,21 +160,44 @@ def test_a_server_that_never_accepts_costs_a_call_a_part_of_its_time(
     """Guards: a machine without power, whose silence takes the whole timeout of every call."""
     for module in ("balanced", "async_balanced"):
         monkeypatch.setattr(f"gemmwire.{module}.CONNECT_S", 0.05)
-    with socket.socket() as full, ExitStack() as links, several(layer) as (good,):
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        address = full.getsockname()
-        for _ in range(3):  # what the backlog takes; a connection after them is not answered
-            link = links.enter_context(socket.socket())
-            link.setblocking(False)
-            link.connect_ex(address)
-        with calling(kind, [f"http://127.0.0.1:{address[1]}", good.url], timeout=20) as call:
+    with full_backlog() as silent, several(layer) as (good,):
+        with calling(kind, [silent, good.url], timeout=20) as call:
             assert np.array_equal(call("infer", "a", X), Y)
         with (
-            calling(kind, [f"http://127.0.0.1:{address[1]}", nobody()], timeout=20, retries=0) as call,
+            calling(kind, [silent, nobody()], timeout=20, retries=0) as call,
             pytest.raises(gemmwire.ConnectionFailed, match=r"2 servers .* no connection within 0.05 s"),
         ):
             call("infer", "a", X)
+
+
+@either
+def test_a_short_call_survives_a_server_that_never_accepts(kind: type[Client]) -> None:
+    """Guards: a timeout below the 3 s that a connection may take, all of which goes into making one."""
+    with (
+        full_backlog() as silent,
+        several(layer) as (good,),
+        calling(kind, [silent, good.url], timeout=1.5, retries=0) as call,
+    ):
+        assert np.array_equal(call("infer", "a", X), Y)
+
+
+def test_many_calls_wait_once_for_a_server_that_never_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: 3 s for each of the calls that are sent before the first is known to be lost."""
+    connections = 0
+    connect = HTTPTransport._connect
+
+    def counted(transport: HTTPTransport, deadline: Deadline) -> Connection:
+        nonlocal connections
+        connections += transport.url == parse_urls(silent)[0]
+        return connect(transport, deadline)
+
+    monkeypatch.setattr(HTTPTransport, "_connect", counted)
+    monkeypatch.setattr("gemmwire.balanced.CONNECT_S", 0.05)
+    monkeypatch.setattr("gemmwire.balancer._FIRST_S", 60.0)
+    with full_backlog() as silent, several(layer) as (good,), Client([silent, good.url]) as client:
+        for y in client.infer_many([("a", X)] * 16):
+            assert np.array_equal(y, Y)
+    assert connections == 1
 
 
 @either
@@ -311,6 +350,26 @@ def test_a_refit_that_the_first_server_refuses_is_sent_to_no_other(kind: type[Cl
     ):
         call("refit", "a", W, bias=B, if_version=3)
     assert [len(each.requests) for each in served] == [1, 0]
+
+
+@either
+def test_a_refusal_after_a_lost_answer_is_no_word_that_nothing_has_changed(kind: type[Client]) -> None:
+    """Guards: one server with new weights, the others never asked, and an error that names none of them."""
+    conflict = answer(b'{"error": "is in version 4", "code": "version_conflict"}', "409 Conflict")
+
+    def losing(session: Session, served: Served) -> None:
+        if served.requests:
+            replying(conflict)(session, served)
+        else:
+            dying(session, served)  # takes the weight, and its answer is lost
+
+    with (
+        several(losing, replying(refitted())) as (first, second),
+        calling(kind, [first.url, second.url], retries=1) as call,
+        pytest.raises(gemmwire.OutOfStep, match="may be its result") as caught,
+    ):
+        call("refit", "a", W, bias=B, if_version=3)
+    assert (list(caught.value.done), list(caught.value.failed)) == ([second.url], [first.url])
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
