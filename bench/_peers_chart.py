@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from figures.svg import FONT, document
+
 OURS, OTHER, BARE = "#1d4ed8", "#9ca3af", "#111827"
 COLUMN, LEFT, BAR, HEAD = 560, 250, 17, 46
 LABEL = 90  # at the end of a bar
-FONT = 'font-family="system-ui, sans-serif" font-size="12" fill="#111827"'
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,7 @@ def chart(rows: Sequence[tuple[Panel, Panel]], note: str) -> str:
         for column, panel in enumerate(row):
             parts += _drawn(panel, column * COLUMN, top)
         top += max(panel.height for panel in row)
-    size = f'width="{2 * COLUMN}" height="{top + 12}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {2 * COLUMN} {top + 12}">'
-    return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+    return document(parts, top + 12, 2 * COLUMN)
 
 
 def _drawn(panel: Panel, left: int, top: int) -> list[str]:

@@ -31,6 +31,8 @@ from pathlib import Path
 
 import torch
 from _peers_chart import BARE, OTHER, OURS, Bar, Panel, chart
+from figures.page import replaced
+from figures.page import table as rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS_VENV = ROOT / ".venv-peers"
@@ -263,15 +265,9 @@ def median(results: Sequence[Result]) -> Result:
 
 
 def table(found: dict[tuple[str, Cell], Result]) -> str:
-    lines = [
-        "| server | " + " | ".join(cell.title for cell in CELLS) + " |",
-        "| --- |" + " ---: |" * len(CELLS),
-    ]
-    for peer in PEERS:
-        if any(name == peer.name for name, _ in found):
-            shown = [entry(found, peer, cell) for cell in CELLS]
-            lines.append(f"| {peer.title} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+    head = ["server", *(cell.title for cell in CELLS)]
+    there = [peer for peer in PEERS if any(name == peer.name for name, _ in found)]
+    return rows_of(head, [[peer.title, *(entry(found, peer, cell) for cell in CELLS)] for peer in there])
 
 
 def entry(found: dict[tuple[str, Cell], Result], peer: Peer, cell: Cell) -> str:
@@ -290,8 +286,6 @@ def entry(found: dict[tuple[str, Cell], Result], peer: Peer, cell: Cell) -> str:
 
 
 # What is kept of it.
-
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 
 def panel(found: dict[tuple[str, Cell], Result], cell: Cell) -> Panel:
@@ -315,9 +309,7 @@ def write(found: dict[tuple[str, Cell], Result], how: str) -> None:
     rows = list(zip(panels[::2], panels[1::2], strict=True))
     (ROOT / "docs" / "peers.svg").write_text(chart(rows, f"{how}; in brackets the ratio to bare ASGI + GEMM"))
     page = ROOT / "README.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n\n{how}:\n\n{table(found)}\n\n{END}{after}")
+    page.write_text(replaced(page.read_text(), f"{how}:\n\n{table(found)}", "peers"))
 
 
 # Python clients of gemmwire.

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from math import ceil
 
-from source_tree import ROOT
+from source_tree import ROOT, written
 
 PAGE = ROOT / "docs" / "scaling.md"
 README = ROOT / "README.md"
@@ -110,10 +110,7 @@ def renewed(page: str) -> str:
     """The page with the tables as they ought to be."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name}: written by tests/scaling_table.py -->", f"<!-- end of {name} -->"
-        pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
-        assert len(pattern.findall(page)) == 1, f"{PAGE} needs the lines {begin} and {end}, once"
-        text = "\n".join([begin, *table(), end])
-        page = pattern.sub(lambda _, text=text: text, page)  # type: ignore[misc]
+        page = written(page, begin, end, "\n".join(table()))
     return page
 
 

@@ -7,13 +7,12 @@ writes it anew; a test holds the page to it.
 
 from __future__ import annotations
 
-import re
 from typing import get_args
 
 from pydantic.fields import FieldInfo
 
 from gemmwire_service.settings import Settings
-from source_tree import ROOT
+from source_tree import ROOT, written
 
 PAGE = ROOT / "docs" / "operations.md"
 BEGIN = "<!-- settings: written by tests/settings_table.py -->"
@@ -49,9 +48,7 @@ def default(name: str, field: FieldInfo) -> str:
 
 def renewed(page: str) -> str:
     """The page with the table as it ought to be."""
-    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.S)
-    assert len(pattern.findall(page)) == 1, f"{PAGE} needs the lines {BEGIN} and {END}, once"
-    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", page)
+    return written(page, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,6 +75,13 @@ def script(path: Path) -> ModuleType:
     module.__file__ = str(path)
     loader.exec_module(module)
     return module
+
+
+def written(page: str, begin: str, end: str, text: str) -> str:
+    """The page with `text` in the lines between `begin` and `end`."""
+    pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
+    assert len(pattern.findall(page)) == 1, f"the page needs the lines {begin} and {end}, once"
+    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page)
 
 
 def imports(source: str, package: str) -> Iterator[Import]:

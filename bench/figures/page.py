@@ -6,7 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+def marks(what: str) -> tuple[str, str]:
+    return f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
+
+
+BEGIN, END = marks("measured")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -18,10 +23,11 @@ def as_json(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def replaced(page: str, text: str) -> str:
+def replaced(page: str, text: str, what: str = "measured") -> str:
     """The page with `text` between its marks. ValueError where it has not both, once."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in after:
-        raise ValueError(f"the page has to hold {BEGIN} and {END}, once each and in this order")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+    first, last = marks(what)
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end or first in after or last in after:
+        raise ValueError(f"the page has to hold {first} and {last}, once each and in this order")
+    return f"{before}{first}\n\n{text}\n\n{last}{after}"

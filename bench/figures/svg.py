@@ -8,8 +8,8 @@ WIDTH = 780
 FONT = 'font-family="system-ui, sans-serif" font-size="12" fill="#111827"'
 
 
-def document(parts: Sequence[str], height: int) -> str:
-    """The elements on white, WIDTH wide -> SVG."""
-    size = f'width="{WIDTH}" height="{height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height}">'
+def document(parts: Sequence[str], height: int, width: int = WIDTH) -> str:
+    """The elements on white -> SVG."""
+    size = f'width="{width}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width} {height}">'
     return "\n".join([head, f'<rect {size} fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
