@@ -94,7 +94,7 @@ class Refit:
         async with self.turn:
             self._engine.refuse_unless_ready()
             self._refuse_gone(source.layer)
-            refuse_version(source.layer, if_version)
+            refuse_version(source.layer.name, source.layer.version, if_version)
             return await self._refit(source, number)
 
     async def refit_all(self, sources: Sequence[Source], if_version: int | None = None) -> list[Refitted]:
@@ -107,7 +107,7 @@ class Refit:
             self._engine.refuse_unless_ready()
             for source in sources:
                 self._refuse_gone(source.layer)
-                refuse_version(source.layer, if_version)
+                refuse_version(source.layer.name, source.layer.version, if_version)
             for source in sources:
                 await self._prepare(source)
             done: list[Refitted] = []
@@ -174,13 +174,13 @@ class Refit:
         return _Candidate(shadow, judged[0], weights.source_dtype, weights.fidelity, seconds)
 
 
-def refuse_version(layer: Layer, if_version: int | None) -> None:
+def refuse_version(layer: str, version: int, if_version: int | None) -> None:
     """Errors: VersionConflict where the layer is in another version than the caller takes it to be."""
-    if if_version is not None and if_version != layer.version:
+    if if_version is not None and if_version != version:
         raise VersionConflict(
-            f"Layer {layer.name!r} is in version {layer.version}, not {if_version}: its weight has been "
-            "replaced since. Look at what is served now, then ask again with its version, or without one",
-            expected=layer.version,
+            f"Layer {layer!r} is in version {version}, not {if_version}: its weight has been replaced "
+            "since. Look at what is served now, then ask again with its version, or without one",
+            expected=version,
             got=if_version,
         )
 

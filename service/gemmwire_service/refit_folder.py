@@ -25,6 +25,7 @@ from urllib.parse import quote
 from .backends.base import LayerSpec
 from .checkpoint.base import LayerWeights
 from .errors import CheckpointError, DeviceFailed, SettingsError, VersionConflict
+from .refit import refuse_version
 from .safetensors_body import largest, read_weights
 
 log = logging.getLogger("gemmwire.refit")
@@ -104,7 +105,7 @@ class RefitFolder:
             _write(partial, body)
             for _ in range(_ATTEMPTS):
                 newest = max(served, self.newest_of(layer))
-                refuse_other(layer, newest, if_version)
+                refuse_version(layer, newest, if_version)
                 with suppress(FileExistsError):
                     os.link(partial, self._path(layer, newest + 1))
                     self._clear(layer, newest + 1)
@@ -150,17 +151,6 @@ def _stem(layer: str) -> str:
     """What files of the layer begin with."""
     name = quote(layer, safe="")
     return name if len(name) <= _STEM else f"{name[:100]}~{hashlib.sha256(name.encode()).hexdigest()}"
-
-
-def refuse_other(layer: str, newest: int, if_version: int | None) -> None:
-    """Errors: VersionConflict."""
-    if if_version is not None and if_version != newest:
-        raise VersionConflict(
-            f"The newest version of layer {layer!r} is {newest}, not {if_version}: its weight has been "
-            "replaced since. Look at what is served now, then ask again with its version, or without one",
-            expected=newest,
-            got=if_version,
-        )
 
 
 def _read(path: Path, limit: int) -> memoryview:

@@ -15,8 +15,8 @@ from functools import partial
 from .engine import Engine, State
 from .errors import ServiceError
 from .layer import Layer
-from .refit import Refit, Refitted, Source
-from .refit_folder import RefitFolder, refuse_other
+from .refit import Refit, Refitted, Source, refuse_version
+from .refit_folder import RefitFolder
 from .safetensors_body import read_weights
 
 log = logging.getLogger("gemmwire.refit")
@@ -41,7 +41,7 @@ class SharedRefit:
         """Errors: as `Refit.refit`, and DeviceFailed where the folder takes nothing."""
         async with self._turn:
             newest = max(layer.version, await asyncio.to_thread(self._folder.newest_of, layer.name))
-            refuse_other(layer.name, newest, if_version)
+            refuse_version(layer.name, newest, if_version)
             keep = partial(self._folder.publish, layer.name, body, layer.version, if_version)
             source = Source(layer, partial(read_weights, body, layer.spec), "a refit request")
             return await self._refit.refit(source, number=partial(asyncio.to_thread, keep))

@@ -55,7 +55,7 @@ def weights_routes(
         found = find_layer(engine, layer)
         version = if_match(request.headers.get("if-match"))
         if shared is None:
-            refuse_version(found, version)
+            refuse_version(found.name, found.version, version)
         length = _length(request, found, max_bytes)
         try:
             with room.taken(length):
