@@ -14,6 +14,7 @@ from .retries import Retries
 T = TypeVar("T")
 
 RETRIED = (TransportError, Overloaded, GatewayFailed)
+_PERHAPS_DONE = ("", "unavailable", "device_lost")  # codes; "unavailable" is that of deploy/nginx
 _LEAST_S = 1e-3  # a time that has passed, as a timeout that does
 
 
@@ -25,7 +26,7 @@ class Call(Generic[T]):
         self._retries = retries
         self._failures = 0
         # An attempt of which nobody knows what became.
-        self._lost: TransportError | GatewayFailed | None = None
+        self._lost: GemmwireError | None = None
         self._end = None if exchange.timeout is None else time.monotonic() + exchange.timeout
         self.timeout = exchange.timeout
 
@@ -50,7 +51,7 @@ class Call(Generic[T]):
     def failed(self, error: GemmwireError) -> float:
         """Seconds to wait before the next attempt. Raises the error where there is to be none."""
         self._failures += 1
-        if isinstance(error, (TransportError, GatewayFailed)):
+        if _is_lost(error):
             self._lost = error
         seconds = self._retries.wait(self._failures, error) if self._exchange.retried else None
         if seconds is None:
@@ -65,6 +66,14 @@ class Call(Generic[T]):
 def calls_at(urls: Iterable[str], exchange: Exchange[T], retries: Retries) -> dict[str, Call[T]]:
     """The same call for each server, one time for all of them; `resume` one when its turn has come."""
     return {url: Call(exchange, retries) for url in urls}
+
+
+def _is_lost(error: GemmwireError) -> bool:
+    """Whether the server may have done what it was asked. A 503 is its word that it has not, unless it is a
+    proxy's, or the device was lost."""
+    if isinstance(error, Overloaded):
+        return error.status == 503 and error.code in _PERHAPS_DONE
+    return isinstance(error, (TransportError, GatewayFailed))
 
 
 def _perhaps_ours(conflict: Conflict, lost: GemmwireError) -> Conflict:

@@ -78,6 +78,25 @@ def test_a_server_that_a_proxy_lost_is_asked_again(status: int) -> None:
         client(transport, retries=QUICK).infer("a", X)
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (503, b'{"error": "A server was lost", "code": "unavailable"}', True),
+        (503, b"<h1>Service Unavailable</h1>", True),
+        (503, b'{"error": "no device", "code": "device_lost"}', True),
+        (503, b'{"error": "loading", "code": "not_ready"}', False),
+        (429, b"", False),
+    ],
+)
+def test_a_refit_that_a_503_leaves_open_may_have_been_done(status: int, body: bytes, told: bool) -> None:
+    """Guards: a conflict with one's own first attempt, behind a proxy that says 503 for what it lost."""
+    conflict = Reply(409, {}, bytearray(b'{"error": "Version 4", "code": "version_conflict"}'))
+    transport = Failing(Reply(status, {}, bytearray(body)), after=conflict)
+    with pytest.raises(Conflict) as caught:
+        client(transport, retries=QUICK).refit("a", W, if_version=3)
+    assert ("may be its result" in str(caught.value)) is told
+
+
 def test_a_refit_that_a_proxy_lost_may_have_been_done() -> None:
     """Guards: a conflict with one's own first attempt, taken for somebody else's."""
     lost = Reply(502, {}, bytearray(b"Bad Gateway"))
