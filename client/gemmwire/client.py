@@ -137,7 +137,8 @@ class Client(BaseClient):
         """
         seconds = self._seconds(timeout)
         exchanges = [
-            self._infer(layer, x, output_dtype, timeout=timeout, quantize=quantize) for layer, x in calls
+            self._infer(layer, x, output_dtype, timeout=timeout, quantize=quantize)
+            for layer, x in arguments.calls_of(calls)
         ]
         started = [Call(exchange, self._retries) for exchange in exchanges]
         requests = [call.request for call in started]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import socket
 
 from .errors import ConnectionFailed, TimedOut, TransportError
 from .http1 import Request
 from .url import Url
+
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # OpenSSL's words for it
 
 
 class Busy(TimeoutError):
@@ -32,7 +35,7 @@ def transport_error(error: OSError, request: Request, url: Url, timeout: float |
     if isinstance(error, TimeoutError) and timeout is not None and error.errno is None:
         busy = f"; {error}" if isinstance(error, Busy) else ""
         return TimedOut(f"{what}: no complete answer within {timeout:g} s{busy}")
-    return ConnectionFailed(f"{what}: {_reason(error)}", passing=_is_passing(error))
+    return ConnectionFailed(f"{what}: {_reason(error, url)}", passing=_is_passing(error))
 
 
 def _is_passing(error: OSError) -> bool:
@@ -40,7 +43,14 @@ def _is_passing(error: OSError) -> bool:
     return not isinstance(error, ClientClosed) and type(error).__name__ != "SSLCertVerificationError"
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError, url: Url) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "the connection was refused; does a server listen there?"
-    return str(error) or type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        return "there is no such socket; does a server listen there (gemmwire-serve --uds PATH)?"
+    if isinstance(error, socket.gaierror):
+        return f"the name {url.host!r} is not known here ({error.strerror}); is it spelled right?"
+    said = str(error) or type(error).__name__
+    if getattr(error, "reason", None) in _NO_TLS:
+        return f"what listens there does not speak TLS ({said}); is it http:// and not https://?"
+    return said

@@ -51,7 +51,7 @@ class SharedClient(Client):
         at_once: int = 8,
     ) -> list[Any]:
         """As `Client.infer_many`, `at_once` calls after the other, so that no more have memory."""
-        waiting, done = iter(calls), list[Any]()
+        waiting, done = arguments.calls_of(calls), list[Any]()
         seconds = self._seconds(timeout)
         end = None if seconds is None else time.monotonic() + seconds
         while some := list(islice(waiting, arguments.whole(at_once, "at_once"))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 
 from .standard_output import discard, is_of_output
 
@@ -61,11 +62,20 @@ COMMANDS: dict[str, Callable[[], Command]] = {
 DEFAULT = "serve"
 
 
+def _unknown(name: str) -> str:
+    near = get_close_matches(name, COMMANDS, n=1)
+    meant = f"did you mean {near[0]}?" if near else f"to serve a checkpoint, say --model {name}"
+    return f"there is no command {name!r}; there are {', '.join(COMMANDS)}; {meant}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: that of the command; 2 where its arguments are wrong, its packages are not installed or
     what it prints cannot be written."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    name, rest = (given[0], given[1:]) if given and given[0] in COMMANDS else (DEFAULT, given)
+    name, rest = (given[0], given[1:]) if given and not given[0].startswith("-") else (DEFAULT, given)
+    if name not in COMMANDS:
+        print(f"gemmwire-serve: {_unknown(name)}", file=sys.stderr)
+        return 2
     try:
         from .errors import ServiceError
 

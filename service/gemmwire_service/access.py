@@ -154,7 +154,8 @@ def _why_none(query: bytes, fields: list[tuple[bytes, bytes]]) -> str:
         return f"A key in the address is not taken, since addresses are logged everywhere; send {_HEADER}"
     if any(name in (b"x-api-key", b"api-key") for name, _ in fields):
         return f"The key is taken from another header; send {_HEADER}"
-    return f"This server asks for an API key; send {_HEADER}"
+    client = "with gemmwire.Client by api_key=, with the command gemmwire by --api-key-file"
+    return f"This server asks for an API key; send {_HEADER}, {client}"
 
 
 def _refuse_scope(key: Key, scope: str) -> None:

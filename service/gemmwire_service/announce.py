@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import sys
@@ -53,12 +54,17 @@ def lines(layers: list[Layer], url: str, seconds: float, by_key: bool = False) -
 
 def example(layer: Layer, url: str, by_key: bool = False) -> str:
     """A command that asks this server for one answer, and the user for the key."""
-    client = f"gemmwire.Client({url!r}{', api_key=getpass.getpass()' if by_key else ''})"
+    client = f"gemmwire.Client({_quoted(url)}{', api_key=getpass.getpass()' if by_key else ''})"
     code = (
         f"import {'getpass, ' if by_key else ''}gemmwire, numpy as np; "
-        f"print({client}.infer({layer.name!r}, np.ones((1, {layer.spec.k}), 'float32')))"
+        f"print({client}.infer({_quoted(layer.name)}, np.ones((1, {layer.spec.k}), {_quoted('float32')})))"
     )
     return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+
+
+def _quoted(text: str) -> str:
+    """As a Python string in double quotes: those of the shell around it are single."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _row(layer: Layer, width: int) -> str:

@@ -283,17 +283,35 @@ def _random(text: str) -> RandomLayer:
 def load(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
     """Flags over variables over defaults. Errors: SettingsError; argparse exits 2 on an unknown flag."""
     refuse_unknown_variables(os.environ if environ is None else environ)
-    given = vars(parser().parse_args(list(arguments)))
+    given = vars(_parse(arguments))
     try:
         return Settings(**given)
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(detail) for detail in error.errors())) from None
 
 
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    flags = parser()
+    given, unknown = flags.parse_known_args(list(arguments))
+    if unknown:
+        flags.error(_unknown(unknown[0]))
+    return given
+
+
+def _unknown(word: str) -> str:
+    """What to say of a word that is no flag: what may have been meant."""
+    if not word.startswith("-"):
+        return f"{word!r} belongs to no option; a checkpoint is --model {word}"
+    known = [_flag(name) for name in Settings.model_fields]
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    return f"there is no option {word}; {f'did you mean {near[0]}?' if near else '--help lists them'}"
+
+
 def parser() -> argparse.ArgumentParser:
     """One flag a field: `max_body_bytes` is --max-body-bytes and GEMMWIRE_MAX_BODY_BYTES."""
     result = argparse.ArgumentParser(
         prog="gemmwire-serve",
+        usage="gemmwire-serve [COMMAND] [--OPTION VALUE ...]    (--help lists the options)",
         description="Serve MXFP8 linear layers over the Open Inference Protocol. Every option is also a "
         "variable: --max-queue is GEMMWIRE_MAX_QUEUE. With no option it serves a small real model.",
         epilog="gemmwire-serve check says what this host has and lacks, and tries each backend on it; "
@@ -333,6 +351,10 @@ def _flag(name: str) -> str:
 
 def _explain(detail: Mapping[str, Any]) -> str:
     if not detail["loc"]:
-        return f"The settings do not fit: {detail['msg'].removeprefix('Value error, ')}"
+        return f"The settings do not fit: {_said(detail)}"
     name = str(detail["loc"][0])
-    return f"{_flag(name)} (or {PREFIX}{name.upper()}) is {detail['input']!r}: {detail['msg']}"
+    return f"{_flag(name)} (or {PREFIX}{name.upper()}) is {detail['input']!r}: {_said(detail)}"
+
+
+def _said(detail: Mapping[str, Any]) -> str:
+    return str(detail["msg"]).removeprefix("Value error, ")

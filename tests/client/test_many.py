@@ -50,6 +50,22 @@ def test_answers_come_in_the_order_of_the_calls(kind: str, connections: int, at_
 
 
 @either
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        (["abcd"], r"calls\[0\] is 'abcd'; each has to be a pair: \[\(layer, x\)"),
+        ([("a", X), ("a", X, 1)], r"calls\[1\] is of type tuple"),
+        ([X], r"calls\[0\] is of type ndarray"),
+        (7, "calls is of type int; pairs are needed"),
+    ],
+)
+def test_what_is_no_pairs_is_refused(kind: str, calls: Any, words: str) -> None:
+    """Guards: Python's complaint about unpacking, from somewhere inside."""
+    with pytest.raises(InvalidArgument, match=words):
+        many(kind, "http://127.0.0.1:1", calls)
+
+
+@either
 def test_requests_go_out_before_the_first_answer_has_come(kind: str) -> None:
     """Guards: one call after the other by another name."""
     together = threading.Barrier(5, timeout=20)

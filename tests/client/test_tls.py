@@ -77,6 +77,20 @@ def test_https_refuses_a_certificate_that_proves_nothing(make: Make, trusted: bo
     assert not caught.value.passing
 
 
+def test_https_to_a_server_of_http_says_so(make: Make) -> None:
+    """Guards: "[SSL: WRONG_VERSION_NUMBER]" as the whole explanation of one letter too many."""
+
+    def plain(session: Session, served: Served) -> None:
+        session.sock.recv(100)
+        session.sock.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    with serve(plain) as served:
+        transport = make(f"https://127.0.0.1:{served.port}", 1, context_for(HTTPS, None))
+        with pytest.raises(ConnectionFailed, match=r"does not speak TLS .* is it http:// and not https://"):
+            transport.send(post(), 20)
+        transport.close()
+
+
 def test_the_system_s_authorities_are_the_default(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: SSL_CERT_FILE, which containers are configured by, without effect."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

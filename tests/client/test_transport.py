@@ -6,6 +6,8 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,6 +186,25 @@ def test_a_host_s_addresses_share_one_timeout(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConnectionRefusedError):
         threads("http://h").start(GET, Left(None))
     assert tried == [(("::1", 80), 20.0), (("127.0.0.1", 80), 5.0)]
+
+
+def test_a_name_that_nobody_knows_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: "[Errno -2]" as the whole explanation of a misspelt host."""
+
+    def unknown(*_: object, **__: object) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(
+        ConnectionFailed, match=r"the name 'no\.such' is not known here .*is it spelled right"
+    ):
+        send(make, "http://no.such")
+
+
+def test_a_socket_that_is_not_there_says_what_to_look_at(make: Make, tmp_path: Path) -> None:
+    """Guards: "[Errno 2] No such file or directory" with no word of a server."""
+    with pytest.raises(ConnectionFailed, match="there is no such socket; does a server listen there"):
+        send(make, f"unix://{tmp_path}/none")
 
 
 def test_a_refused_connection_says_what_to_look_at(make: Make) -> None:

@@ -55,7 +55,7 @@ def test_a_socket_that_nobody_made_is_named(tmp_path: Path) -> None:
     with gemmwire.Client(f"unix://{path}", retries=0) as client:
         with pytest.raises(gemmwire.ConnectionFailed, match=str(path)) as caught:
             client.live()
-        assert "No such file" in str(caught.value)
+        assert "no such socket" in str(caught.value)
 
 
 def test_a_path_that_no_socket_can_have_is_an_error_of_the_tree(tmp_path: Path) -> None:

@@ -95,6 +95,31 @@ def test_an_unknown_or_abbreviated_flag_is_refused(
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--modle", "x"], "there is no option --modle; did you mean --model?"),
+        (["--max-queu=3"], "there is no option --max-queu=3; did you mean --max-queue?"),
+        (["--zzz"], "there is no option --zzz; --help lists them"),
+        (["--port", "1", "folder"], "'folder' belongs to no option; a checkpoint is --model folder"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_what_was_meant(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards: a screen of usage in which the one wrong letter has to be found."""
+    with pytest.raises(SystemExit):
+        load(arguments)
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 2
+
+
+def test_a_reason_of_ours_stands_without_the_library_s_words() -> None:
+    with pytest.raises(SettingsError, match="is 'tpu': it must be auto"):
+        load(["--device", "tpu"])
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load([]).port = 1

@@ -65,10 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (GemmwireError, OSError) as error:
-        print(f"gemmwire: {error}", file=sys.stderr)
+        print(f"gemmwire: {_said(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _said(error: Exception) -> str:
+    """The message; of a file, its name and what is wrong with it, without the system's number for that."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _add_common(sub: argparse.ArgumentParser) -> None:

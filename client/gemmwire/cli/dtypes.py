@@ -11,6 +11,8 @@ from gemmwire.errors import InvalidArgument
 def converted(x: Any, datatype: str | None) -> Any:
     """x, a NumPy array, as FP32, FP16 or BF16; None leaves it. Errors: `InvalidArgument`."""
     if datatype is None:
+        if x.dtype.name not in NAMES.values():
+            raise InvalidArgument(f"x is {x.dtype.name}; --dtype FP32 (or FP16, BF16) has it converted")
         return x
     if datatype != "BF16":
         return x.astype(NAMES[datatype])

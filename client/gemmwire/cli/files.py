@@ -47,6 +47,8 @@ def check_writable(path: Path) -> None:
         raise InvalidArgument(f"{path}: the file's name has to end with {_SUFFIXES}")
     if not path.parent.is_dir():
         raise InvalidArgument(f"{path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidArgument(f"{path}: the folder {path.parent} cannot be written to; name another")
 
 
 def write(path: Path, name: str, array: Array) -> None:
@@ -74,10 +76,16 @@ def _read_npy(path: Path) -> Array:
     except OSError:
         raise
     except Exception as error:  # NumPy raises errors of all kinds over a file that is none
-        raise InvalidArgument(f"{path}: it is no .npy of numbers: {error}") from error
+        what = error if _is_npy(path) else "it does not begin as one does"  # NumPy takes it for a pickle
+        raise InvalidArgument(f"{path}: it is no .npy of numbers: {what}; numpy.save writes one") from error
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(f"{path}: it holds several arrays; one in a .npy is needed")
     return _bfloat16(array.view(np.uint16)) if array.dtype.str == _NPY_BFLOAT16 else array
+
+
+def _is_npy(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(6) == b"\x93NUMPY"
 
 
 def _refuse_larger(path: Path, size: int) -> None:

@@ -77,7 +77,12 @@ def open_checkpoint(path: Path | str, *, allow_unquantized: bool = False) -> Che
         if each.accepts(path):
             return each.open(path, allow_unquantized)
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder", expected="a checkpoint", got="nothing")
+        raise CheckpointError(
+            f"{path}: no such file or folder; a path on this machine is needed, because nothing is fetched "
+            "from a hub: download the model first",
+            expected="a checkpoint",
+            got="nothing",
+        )
     if path.suffix.lower() in shards.PICKLE_SUFFIXES:
         raise shards.pickle_refusal(path, f"a {path.suffix} file")
     raise CheckpointError(

@@ -97,7 +97,9 @@ class _Native:
         try:
             compiled = fake_cpu(self.folder)
         except (NotCompiled, OSError) as error:
-            log.warning("x is quantized by 14 operators of torch instead of one function: %s", error)
+            log.warning(
+                "x is quantized by 14 operators of torch, to the same bits as in C but slower: %s", error
+            )
             return None
         if not _same_bits(compiled):
             log.error("x is quantized by torch's operators: the compiled function gives other bits")
@@ -109,7 +111,7 @@ class _Native:
         try:
             return few_rows(self.folder)
         except (NotCompiled, OSError) as error:
-            log.warning("few rows are multiplied by torch, which takes longer to begin: %s", error)
+            log.warning("few rows are multiplied by torch, slower than by the function in C: %s", error)
             return None
 
 

@@ -174,7 +174,15 @@ def test_what_goes_wrong_is_one_line(
     assert "last dimension must be 128" in failing(capsys, "infer", server.url, "m.plain", file)
     assert "--rows is 0" in failing(capsys, "infer", server.url, "m.ragged", file, "--rows", 0)
     assert "no folder" in failing(capsys, "infer", server.url, "m.ragged", file, "-o", tmp_path / "a/y.npy")
-    assert "No such file" in failing(capsys, "infer", server.url, "m.ragged", tmp_path / "none.npy")
+    none = tmp_path / "none.npy"
+    assert (
+        failing(capsys, "infer", server.url, "m.ragged", none)
+        == f"gemmwire: {none}: No such file or directory\n"
+    )
+    np.save(tmp_path / "x64.npy", np.zeros((1, 33)))
+    assert "x is float64; --dtype FP32" in failing(
+        capsys, "infer", server.url, "m.ragged", tmp_path / "x64.npy"
+    )
     assert "whole numbers" in failing(capsys, "bench", server.url, "m.plain", "--rows", "1,x")
     assert "must start with" in failing(capsys, "layers", "127.0.0.1:8000")
     assert "with a colon" in failing(capsys, "layers", server.url, "--header", "x")

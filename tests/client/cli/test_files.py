@@ -127,6 +127,13 @@ def test_a_broken_npy_is_refused(tmp_path: Path, data: bytes) -> None:
         files.read(tmp_path / "a.npy", None)
 
 
+def test_what_is_no_npy_at_all_gets_no_advice_about_pickles(tmp_path: Path) -> None:
+    """Guards: NumPy's hint to load the file unsafely."""
+    (tmp_path / "a.npy").write_bytes(b"hello")
+    with pytest.raises(InvalidArgument, match=r"does not begin as one does; numpy\.save writes one"):
+        files.read(tmp_path / "a.npy", None)
+
+
 def test_objects_in_a_npy_are_refused(tmp_path: Path) -> None:
     """Guards: a file that runs code."""
     np.save(tmp_path / "a.npy", np.array([{}], dtype=object), allow_pickle=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -239,3 +240,22 @@ def test_the_first_argument_may_name_the_command(
     )
     assert entry.main(given) == 0
     assert called == [(name, rest)]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("quantise", "there are serve, check, quantize, accuracy, key; did you mean quantize?"),
+        (
+            "path/to/model",
+            "there is no command 'path/to/model'; .*; to serve a checkpoint, say --model path/to/model",
+        ),
+    ],
+)
+def test_a_first_argument_that_names_none_is_refused(
+    name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards: a screen of the server's options for a command that is misspelt."""
+    assert entry.main([name, "a", "b"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(says, line)
