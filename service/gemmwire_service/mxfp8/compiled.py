@@ -134,7 +134,14 @@ def _cached(source: Path, folder: Path | None) -> Path | None:
             # Where nothing tells this processor from others with the same home, for any of its architecture.
             _compile(source, path, FOR_HERE if flags else ((),))
         return path if _is_ours(path) else None
-    except OSError:
+    except OSError as error:
+        log.warning(
+            "%s is compiled anew at each start: it cannot be kept in %s (%s); set --cache-dir to a folder that "
+            "can be written to",
+            source.name,
+            folder,
+            error.strerror,
+        )
         return None
 
 

@@ -244,6 +244,18 @@ def test_without_a_compiler_torch_rounds_and_the_log_says_why(
     assert reason in record.getMessage()
 
 
+def test_a_folder_that_cannot_keep_it_is_named(
+    x: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards: a --cache-dir that is of no use, which only a slower start tells of."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(fake, "_native", _Native(tmp_path / "file" / "folder"))
+    with caplog.at_level(logging.WARNING, "gemmwire.mxfp8"):
+        assert_rounds(fake.fake_quantize, x)
+    (record,) = caplog.records
+    assert f"it cannot be kept in {tmp_path / 'file' / 'folder'} (" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
