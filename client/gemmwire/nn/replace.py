@@ -71,7 +71,8 @@ def replace_linears(model: nn.Module, client: Client, match: Match = None) -> Re
     and the model itself if it is one.
 
     Errors, before anything is replaced: `InvalidArgument` where the shape or the bias of a layer is another,
-    or two checkpoints fit equally well; those of `Client.layers`.
+    two checkpoints fit equally well, or `match` is a name that the server has none of the linears by; those
+    of `Client.layers`.
     """
     named = model.named_modules(remove_duplicate=False)
     linears = {name: module for name, module in named if isinstance(module, nn.Linear)}
@@ -80,6 +81,8 @@ def replace_linears(model: nn.Module, client: Client, match: Match = None) -> Re
     for name, module in linears.items():
         plan.add(name, module)
     plan.refuse_misfits()
+    if isinstance(match, str):
+        plan.refuse_strangers()
     # All of them before the first is replaced: a module that stands at two places is found there twice.
     originals = {name: model.get_submodule(name) for name in plan.found}
     for name, (_, remote) in plan.found.items():
@@ -132,6 +135,7 @@ class _Plan:
         self._misfits: list[str] = []
         self.found: dict[str, tuple[str, nn.Module]] = {}  # by module
         self.left: list[Left] = []
+        self.absent: list[str] = []  # layers that the server lacks
 
     def add(self, name: str, module: nn.Linear) -> None:
         if not name:
@@ -150,6 +154,16 @@ class _Plan:
                 + "; ".join(self._misfits[:8])
             )
 
+    def refuse_strangers(self) -> None:
+        """Where the server has none of the layers by the name that was given."""
+        if self.absent and len(self.absent) == len(self.left) and not self.found:
+            served = ", ".join(sorted({name.partition(".")[0] for name in self._layers})[:8]) or "nothing"
+            raise InvalidArgument(
+                f"Nothing was replaced: match is {self._match!r}, and the server has no layer {self.absent[0]!r} "
+                f"nor any other of the model's; its names begin with {served}. Serve the checkpoint by this name "
+                f"(--model {self._match}=PATH), or pass the one that it has"
+            )
+
     def _find(self, name: str, module: nn.Linear) -> None:
         layer = self._layer_of(name)
         if layer is None:
@@ -164,6 +178,7 @@ class _Plan:
             self._check(name, module, layer, getattr(part, "out_features", 0), info.k, info.bias)
             self.found[name] = (f"{layer} in {fused}", part)
         else:
+            self.absent.append(layer)
             self._leave(name, f"the server has no layer {layer!r}")
 
     def _layer_of(self, module: str) -> str | None:

@@ -329,3 +329,10 @@ def test_a_part_of_a_model_finds_its_layers(client: Client, model: Model) -> Non
     assert replace_linears(nn.Sequential(nn.ReLU()), client).layers == {}
     stranger = replace_linears(nn.ModuleDict({"stranger": nn.Linear(3, 3)}), client)
     assert [left.reason for left in stranger.left] == ["the server has no layer 'stranger'"]
+
+
+def test_a_name_that_nothing_is_served_by_is_refused(client: Client, model: Model) -> None:
+    """Guards: a misspelt name, after which everything runs here and looks right."""
+    words = r"match is 'n', .* no layer 'n\.blocks.*; its names begin with m\. .*--model n=PATH"
+    with pytest.raises(InvalidArgument, match=words):
+        replace_linears(model, client, "n")
