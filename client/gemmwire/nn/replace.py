@@ -159,9 +159,9 @@ class _Plan:
         if self.absent and len(self.absent) == len(self.left) and not self.found:
             served = ", ".join(sorted({name.partition(".")[0] for name in self._layers})[:8]) or "nothing"
             raise InvalidArgument(
-                f"Nothing was replaced: match is {self._match!r}, and the server has no layer {self.absent[0]!r} "
-                f"nor any other of the model's; its names begin with {served}. Serve the checkpoint by this name "
-                f"(--model {self._match}=PATH), or pass the one that it has"
+                f"Nothing was replaced: match is {self._match!r}, and the server has no layer "
+                f"{self.absent[0]!r} nor any other of the model's; its names begin with {served}. Serve the "
+                f"checkpoint by this name (--model {self._match}=PATH), or pass the one that it has"
             )
 
     def _find(self, name: str, module: nn.Linear) -> None:

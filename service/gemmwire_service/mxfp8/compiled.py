@@ -136,8 +136,8 @@ def _cached(source: Path, folder: Path | None) -> Path | None:
         return path if _is_ours(path) else None
     except OSError as error:
         log.warning(
-            "%s is compiled anew at each start: it cannot be kept in %s (%s); set --cache-dir to a folder that "
-            "can be written to",
+            "%s is compiled anew at each start: it cannot be kept in %s (%s); set --cache-dir to a folder "
+            "that can be written to",
             source.name,
             folder,
             error.strerror,
