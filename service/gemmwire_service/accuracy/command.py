@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     Errors: CheckpointError, OutputError; what was in the folder before is then as it was.
     """
     options = parser().parse_args(list(arguments))
-    with terminated(), opened(options.out) if options.out else nullcontext() as folder:
+    with terminated(), opened(options.out, (JSON, PAGE)) if options.out else nullcontext() as folder:
         found = document(_measure(options))
         if folder is not None:
             folder.write({JSON: text(found), PAGE: page(found)})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +18,11 @@ class Folder:
         """beside: what the names of incomplete files end with."""
         self.path, self.beside = path, beside
 
-    def try_out(self) -> None:
-        """Raises OutputError where it cannot be made or written to."""
+    def try_out(self, names: Iterable[str]) -> None:
+        """Raises OutputError where it cannot be made or written to, or a folder has one of the names."""
+        for name in names:
+            if (self.path / name).is_dir():
+                raise _failed(self.path / name, IsADirectoryError(errno.EISDIR, "Is a directory"))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             trial = self._new("trial")
@@ -46,14 +50,14 @@ class Folder:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Folder]:
-    """The folder at `path`, made if it is not there, and tried: a model is not measured for an hour to find
-    that nothing can be written. What is incomplete goes when the block ends, and so does a folder that was
-    made for nothing, with its parents. Raises OutputError."""
+def opened(path: Path, names: Iterable[str]) -> Iterator[Folder]:
+    """The folder at `path`, for files of these names; made if it is not there, and tried: a model is not
+    measured for an hour to find that nothing can be written. What is incomplete goes when the block ends, and
+    so does a folder that was made for nothing, with its parents. Raises OutputError."""
     made = [each for each in (path, *path.parents) if not each.exists()]
     folder = Folder(path, secrets.token_hex(4))
     try:  # from the first folder on: a signal may come between any two of these lines
-        folder.try_out()
+        folder.try_out(names)
         yield folder
     finally:
         for left in path.glob(f".*.{folder.beside}"):

@@ -238,6 +238,16 @@ def test_nowhere_to_write_is_found_before_anything_is_read(
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_folder_in_the_place_of_the_page_is_found_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards: the new accuracy.json beside no page, under an error that says that nothing was written."""
+    (tmp_path / "report" / "accuracy.html").mkdir(parents=True)
+    assert run(checkpoint(tmp_path, floats(1)), "--out", tmp_path / "report") == 2
+    assert "accuracy.html: cannot be written to: Is a directory" in capsys.readouterr().err
+    assert entries(tmp_path / "report") == ["accuracy.html"]
+
+
 def test_an_earlier_report_stays_whole_where_the_next_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
