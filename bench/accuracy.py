@@ -64,7 +64,7 @@ def wait_for(client: gemmwire.Client, process: subprocess.Popen[bytes]) -> None:
         try:
             if client.ready():
                 return
-        except gemmwire.WireError:
+        except gemmwire.TransportError:  # it does not listen yet
             pass
         time.sleep(0.2)
     raise RuntimeError(f"the server was not ready within {READY_S} s; its log is above")

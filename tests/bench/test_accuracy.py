@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +16,7 @@ from fidelity import chart, embedding, language, report, sentences
 from fidelity.precisions import PRECISIONS, REFERENCE
 from figures import page
 
-from gemmwire import Client
+from gemmwire import Client, ConnectionFailed
 from serving import Served, serving, settings
 from source_tree import ROOT, script
 
@@ -28,6 +29,16 @@ def found() -> dict[str, Any]:
     """What was measured last, and committed."""
     result: dict[str, Any] = json.loads((DOCS / report.JSON).read_text())
     return result
+
+
+def test_a_server_that_takes_long_to_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards: a traceback where the first import, of files that no cache holds yet, takes seconds."""
+    accuracy = script(ROOT / "bench" / "accuracy.py")
+    monkeypatch.setattr(accuracy.time, "sleep", lambda _: None)
+    process = Mock(**{"poll.return_value": None})
+    client = Mock(**{"ready.side_effect": [ConnectionFailed("refused"), False, True]})
+    accuracy.wait_for(client, process)
+    assert client.ready.call_count == 3
 
 
 def test_a_text_is_measured_in_every_precision(server: Served) -> None:
