@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
+from .interrupt import EARLY
 from .standard_output import discard, is_of_output
 
 _INTERRUPTED, _NOBODY_READS = 130, 141  # as a shell has them
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"gemmwire-serve: {_unknown(name)}", file=sys.stderr)
         return 2
+    EARLY.listen()
     try:
         from .errors import ServiceError
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from .errors import ServiceError, SettingsError
+from .interrupt import EARLY
 from .listener import allow_files, bind, is_loopback, unix_listener, url
 from .logs import configure, with_facts
 from .settings import Settings
@@ -86,6 +87,7 @@ def _run(
     app = create_app(settings, on_loaded)
     server = make_server(app, settings)
     _stop_on_signals(server)
+    EARLY.raise_dropped()
     if app.access.by_key or certificate:
         _reload_on_hangup(server, app.access, certificate)
     server.run(sockets=listeners)

@@ -102,6 +102,26 @@ def test_while_it_imports(number: signal.Signals, seconds: float) -> None:
     assert "Traceback" not in said or "gemmwire_service" not in said
 
 
+DROPPED = """
+import os, signal
+from gemmwire_service.interrupt import EARLY
+class Gone:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+EARLY.listen()
+Gone()
+"""
+
+
+def test_an_interrupt_that_python_drops() -> None:
+    """Guards: a server that serves on after Ctrl-C, which came in a destructor."""
+    with tampered(DROPPED, *LAYER) as server:
+        assert server.process.wait(60) == 130, server.text
+    assert "Exception ignored" in server.text
+
+
 @pytest.mark.parametrize(
     ("phase", "code"), [("loading", LOADING), ("warming", WARMING)], ids=["loading", "warming"]
 )
