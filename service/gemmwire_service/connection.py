@@ -25,7 +25,7 @@ from .body import aligned
 from .call import Call
 from .errors import ConnectionsFull, Draining, EngineError
 from .head import END, START, Head, parse_head
-from .infer import JOIN_BELOW, Reply, encodes_elsewhere, error_reply, request_id
+from .infer import Reply, encodes_elsewhere, error_reply, joined, request_id
 from .lane import Lane
 from .layer import Layer
 from .patience import Watch
@@ -362,6 +362,5 @@ class Connection(asyncio.BufferedProtocol):
         start = self._lane.start(reply.status, self._state.default_headers)
         size = wire.buffers_size(reply.buffers)
         lines = reply_lines(size, request_id(head.headers), keep_alive, *reply.headers.items())
-        if len(start) + len(lines) + size < JOIN_BELOW:  # a small copy is cheaper than one more system call
-            return [b"".join([start, lines, *reply.buffers])]
-        return [start + lines, *reply.buffers]
+        head_lines = start + lines
+        return joined([head_lines, *reply.buffers], len(head_lines) + size)

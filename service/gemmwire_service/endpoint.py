@@ -147,7 +147,7 @@ class _Waiting:
 async def send_reply(send: Send, reply: Reply, headers: Headers) -> None:
     fields = [(name.encode(), value.encode()) for name, value in reply.fields(headers).items()]
     await send({"type": "http.response.start", "status": reply.status, "headers": fields})
-    buffers = joined(reply.buffers)
+    buffers = joined(reply.buffers, wire.buffers_size(reply.buffers))
     last = len(buffers) - 1
     for index, buffer in enumerate(buffers):
         await send({"type": "http.response.body", "body": buffer, "more_body": index < last})

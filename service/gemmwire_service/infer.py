@@ -40,7 +40,7 @@ _ENCODE_ELSEWHERE_FROM = 4096  # numbers
 _CUT_ELSEWHERE_FROM = 1 << 20
 _REMEMBERED = 1024  # bytes of a JSON part, as binary requests have it
 _CALLS = 2048  # the layers of a large model, and of each some numbers of rows
-JOIN_BELOW = 64 << 10  # bytes
+_JOIN_BELOW = 64 << 10  # bytes
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -178,9 +178,10 @@ def _remember(known: dict[Known, T], key: Known, value: T) -> None:
     known[key] = value
 
 
-def joined(buffers: list[wire.Buffer]) -> list[wire.Buffer]:
-    """As they are to be written: one small copy is cheaper than one more system call."""
-    return [b"".join(buffers)] if wire.buffers_size(buffers) < JOIN_BELOW else buffers
+def joined(buffers: list[wire.Buffer], size: int) -> list[wire.Buffer]:
+    """Buffers of `size` bytes in all, as they are to be written: one small copy is cheaper than one more
+    system call."""
+    return [b"".join(buffers)] if size < _JOIN_BELOW else buffers
 
 
 def encodes_elsewhere(call: Call, layer: Layer) -> bool:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from gemmwire.wire import WireError
+from gemmwire.wire import WireError, buffers_size
 
 from .errors import EngineError
 from .infer import error_reply, reply_fields
@@ -150,19 +150,17 @@ class UvicornProtocol(HttpToolsProtocol):
 def closing_answer(error: WireError | EngineError) -> bytes:
     """The answer of an error, outside of any request, after which the connection is closed."""
     reply = error_reply(error, {})
-    fields = {**reply.fields({}), "connection": "close"}
-    return b"".join([STATUS_LINE[reply.status], field_lines(fields), *reply.buffers])
+    lines = reply_lines(buffers_size(reply.buffers), "", False, *reply.headers.items())
+    return b"".join([STATUS_LINE[reply.status], lines, *reply.buffers])
 
 
 @lru_cache(maxsize=256)
 def reply_lines(size: int, identity: str, keep_alive: bool, *headers: tuple[str, str]) -> bytes:
-    """The fields of an answer with these headers and a body of `size` bytes; they are often the same."""
+    """The fields of an answer with these headers and a body of `size` bytes, as they are written, and the
+    empty line behind them; they are often the same."""
     fields = reply_fields(dict(headers), size, identity)
-    return field_lines(fields if keep_alive else {**fields, "connection": "close"})
-
-
-def field_lines(fields: dict[str, str]) -> bytes:
-    """The fields of a head as they are written, and the empty line behind them."""
+    if not keep_alive:
+        fields["connection"] = "close"
     lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
     return f"{lines}\r\n".encode()
 
