@@ -144,15 +144,7 @@ def _config(layer: Layer, device: str, buckets: tuple[int, ...]) -> ModelConfig:
 def _fidelity(found: Fidelity | None) -> WeightFidelity | None:
     if found is None:
         return None
-    return WeightFidelity(
-        rows=found.rows,
-        sqnr_db=found.sqnr_db,
-        relative_error=found.relative_error,
-        zeros=found.share(found.zeros),
-        saturated=found.share(found.saturated),
-        flushed=found.share(found.flushed),
-        subnormal=found.share(found.subnormal),
-    )
+    return WeightFidelity.model_validate({"rows": found.rows, **found.figures()})
 
 
 def _plan(layer: Layer, bucket: int, route: Route) -> BucketPlan:

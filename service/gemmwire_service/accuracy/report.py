@@ -11,7 +11,6 @@ from typing import Any
 
 from gemmwire_service import __version__
 from gemmwire_service.checkpoint.base import Skipped
-from gemmwire_service.mxfp8.fidelity import Fidelity
 
 from .layer import LayerFigures
 from .output import OutputFigures
@@ -77,7 +76,7 @@ def _layer(layer: LayerFigures) -> dict[str, Any]:
 
 def _weight(figures: WeightFigures) -> dict[str, Any]:
     return {
-        **shares(figures.fidelity),
+        **figures.fidelity.figures(),
         "largest": figures.largest,
         "kurtosis": figures.kurtosis,
         "zero_rows": figures.zero_rows,
@@ -97,19 +96,7 @@ def _output(figures: OutputFigures) -> dict[str, Any]:
         "weight_only": figures.weight_only,
         "zero_rows": figures.zero_rows,
         "worst_rows": [{"row": row, "relative_error": error} for row, error in figures.worst_rows],
-        "x": {**shares(figures.x), "largest": figures.x_largest},
-    }
-
-
-def shares(fidelity: Fidelity) -> dict[str, Any]:
-    """`sqnr_db` is None where nothing is lost; counts are shares of all elements."""
-    return {
-        "sqnr_db": fidelity.sqnr_db,
-        "relative_error": fidelity.relative_error,
-        "zeros": fidelity.share(fidelity.zeros),
-        "saturated": fidelity.share(fidelity.saturated),
-        "flushed": fidelity.share(fidelity.flushed),
-        "subnormal": fidelity.share(fidelity.subnormal),
+        "x": {**figures.x.figures(), "largest": figures.x_largest},
     }
 
 

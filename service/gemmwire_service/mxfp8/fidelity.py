@@ -82,6 +82,17 @@ class Fidelity:
             return None
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
+    def figures(self) -> dict[str, float | None]:
+        """`sqnr_db` and `relative_error`, and of each count its share of all elements."""
+        return {
+            "sqnr_db": self.sqnr_db,
+            "relative_error": self.relative_error,
+            "zeros": self.share(self.zeros),
+            "saturated": self.share(self.saturated),
+            "flushed": self.share(self.flushed),
+            "subnormal": self.share(self.subnormal),
+        }
+
     def share(self, count: int) -> float:
         return count / self.elements if self.elements else 0.0
 
