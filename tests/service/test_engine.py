@@ -525,19 +525,25 @@ def test_a_lone_request_is_computed_before_its_turn_ends() -> None:
     run(test)
 
 
+def noted_threads(backend: Recording, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that its forwards run on, as they come."""
+    threads: list[str] = []
+    real = backend.forward
+
+    def noting(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        real(*arguments)
+
+    monkeypatch.setattr(backend, "forward", noting)
+    return threads
+
+
 def test_a_large_matmul_is_left_to_the_device_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards: an event loop that answers nobody while it multiplies."""
 
     async def test() -> None:
         async with rig(max_bucket=4096) as r:
-            threads: list[str] = []
-            real = r.backend.forward
-
-            def noting(*arguments: Any) -> None:
-                threads.append(threading.current_thread().name)
-                real(*arguments)
-
-            monkeypatch.setattr(r.backend, "forward", noting)
+            threads = noted_threads(r.backend, monkeypatch)
             for m in (1, 4096):
                 await r.answer("a", spread(m, K))
             assert threads == ["MainThread", "gemmwire-device"]
@@ -554,14 +560,7 @@ def test_a_forward_that_has_taken_long_is_left_to_the_device_thread(
     async def test() -> None:
         async with rig() as r:
             r.engine.alone = lambda: alone
-            threads: list[str] = []
-            real = r.backend.forward
-
-            def noting(*arguments: Any) -> None:
-                threads.append(threading.current_thread().name)
-                real(*arguments)
-
-            monkeypatch.setattr(r.backend, "forward", noting)
+            threads = noted_threads(r.backend, monkeypatch)
             slow = BatchTimes(0, 0, 40_000_000, 0)
             r.engine.layers["a"].stats.count_batch(2, slow)
             for layer, m in (("a", 1), ("a", 2), ("b", 2)):
