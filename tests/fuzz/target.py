@@ -32,17 +32,28 @@ class Target:
         return {path.stem: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 
     def bounded(self, data: bytes) -> None:
-        """`run`, and an AssertionError where it took more memory than is stated."""
-        tracemalloc.start()
-        try:
-            self.run(data)
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
+        """`run`, and an AssertionError where it took more memory than is stated, each time of three.
+
+        Once is not enough: a table of the interpreter's own, that of interned strings for one, doubles on
+        whatever input fills it, and a first use imports. What an input costs, it costs again.
+        """
         most = _BASE + self.memory * len(data)
+        peak = self._peak(data)
+        for _ in range(2):
+            if peak > most:
+                peak = min(peak, self._peak(data))
         assert peak <= most, (
             f"{self.name}: {len(data)} bytes took {peak} bytes of memory, {most} is the bound"
         )
+
+    def _peak(self, data: bytes) -> int:
+        """Bytes that Python and NumPy took at one time while `run` had this input."""
+        tracemalloc.start()
+        try:
+            self.run(data)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
 
 
 def quoted(*names: str) -> tuple[bytes, ...]:

@@ -35,3 +35,19 @@ def test_every_part_of_a_seed_is_answered_or_refused(target: Target) -> None:
 
 def test_the_corpus_is_of_targets_that_there_are() -> None:
     assert {path.name for path in CORPUS.iterdir()} <= set(TARGETS)
+
+
+def test_a_table_that_doubles_once_is_not_of_the_input() -> None:
+    """Guards: a finding of 3.8 MB on 77 bytes, which happened to fill the table of interned strings."""
+    tables: list[bytearray] = []
+
+    def run(data: bytes) -> None:
+        if not tables:
+            tables.append(bytearray(4 << 20))
+
+    Target("once", run, {}).bounded(b"{}")
+
+
+def test_memory_that_an_input_takes_each_time_is_a_finding() -> None:
+    with pytest.raises(AssertionError, match="each: 2 bytes took 41943"):
+        Target("each", lambda data: bytearray(4 << 20).clear(), {}).bounded(b"{}")
