@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from http_calls import HEADER_LENGTH, message
+from http_calls import HEADER_LENGTH, json_message, message
 from serving import Served, hold
 
 
@@ -70,3 +70,46 @@ def statuses(found: list[bytes]) -> list[int]:
 
 X = torch.linspace(-2, 3, 3 * 128).view(3, 128)
 GOOD = request(*message(X))  # to layer m.plain
+
+REQUESTS = {
+    "binary": GOOD,
+    "json": request(json_message(X)),
+    "raw": request(X.bfloat16().view(torch.uint8).numpy().tobytes(), 0),
+    "version": request(*message(X), path="/v2/models/m.plain/versions/1/infer"),
+    "no-rows": request(*message(X[:0])),
+    "binary-in-json-out": request(*message(X, parameters={})),
+    "much-json-out": request(*message(torch.ones(1, 32), parameters={}), path="/v2/models/tall/infer"),
+    "request-id": request(*message(X), x_request_id="abc-1"),
+    "id-and-timeout": request(*message(X, id="7"), gemmwire_timeout_us="60000000"),
+    "close": request(*message(X), Connection="close"),
+    "close-without-a-body": request(b"", Connection="close"),
+    "wrong-k": request(*message(torch.ones(2, 127))),
+    "wrong-k-with-id": request(*message(torch.ones(2, 127)), x_request_id="abc-1", Connection="close"),
+    "json-that-is-none": request(b"{"),
+    "length-beyond-the-body": request(b"{}", 9),
+    "header-length-that-is-none": request(b"{}", None, inference_header_content_length="-1"),
+    "timeout-that-is-none": request(*message(X), gemmwire_timeout_us="soon"),
+    "unknown-layer": request(*message(X), path="/v2/models/nowhere/infer"),
+    "unknown-version": request(*message(X), path="/v2/models/m.plain/versions/9/infer"),
+    "query": request(*message(X), path="/v2/models/m.plain/infer?a=1"),
+    "escaped": request(*message(X), path="/v2/models/m%2Eplain/infer"),
+    "http-1.0": request(*message(X), version="1.0"),
+    "chunked": GOOD.split(b"\r\n\r\n")[0].replace(b"\r\nContent-Length", b"\r\nWas-Length")
+    + b"\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(message(X)[0])
+    + message(X)[0]
+    + b"\r\n0\r\n\r\n",
+    "two-lengths": request(*message(X), content_length="1"),
+    "header-length-twice": request(*message(X), INFERENCE_HEADER_CONTENT_LENGTH="5"),
+    "not-http": b"POST /v2/models/m.plain/infer HTTP/1.1\r\nno colon\r\n\r\n",
+    "folded": b"POST /v2/models/m.plain/infer HTTP/1.1\r\nA: b\r\n c\r\nContent-Length: 2\r\n\r\n{}",
+}
+
+
+def steady(answer: bytes) -> bytes:
+    """The answer without what differs from one time to the next: the date, the times and their padding."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    timed = b"_us" in body
+    head = re.sub(rb"(?m)^date: .*\r\n", b"", head)
+    if timed:  # the lengths stay in their places
+        head = re.sub(rb"(content-length): \d+", rb"\1: ?", head)
+    return head + b"\r\n\r\n" + re.sub(rb'"(queue|device)_us":\d+|(?<=}) *', b"", body)

@@ -70,9 +70,13 @@ def _message(head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[dict[s
 
 def binary_message(text: bytes, tensors: Sequence[Buffer]) -> tuple[dict[str, str], list[Buffer]]:
     """-> (headers, buffers) of a JSON part and the raw tensors that it describes, in its order."""
-    # Spaces after the object keep the first tensor aligned in the receiver's buffer.
-    text += b" " * (-len(text) % ALIGNMENT)
+    text = aligned(text)
     return {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(text))}, [text, *tensors]
+
+
+def aligned(text: bytes) -> bytes:
+    """A JSON part with spaces behind, by which the first tensor lies aligned in the receiver's buffer."""
+    return text + b" " * (-len(text) % ALIGNMENT)
 
 
 def _tensor_head(tensor: Tensor, binary: bool) -> dict[str, Any]:

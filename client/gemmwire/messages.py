@@ -45,8 +45,7 @@ class Shared(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A named tensor: `data` holds prod(shape) little-endian elements of `datatype`, row-major.
 
     One that is `shared` lies in the region instead; `data` is then empty.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from . import errors, wire
@@ -169,7 +169,7 @@ def _output(response: wire.InferResponse, name: str, sent: Sent) -> wire.Tensor:
         raise _misfit(f"{name} has shape {list(y.shape)}, but x had shape {list(sent.shape)}")
     if (y.shared is not None) != (sent.taken is not None):
         raise _misfit(f"{name} is not where it was asked for, in the body or in shared memory")
-    return y if y.shared is None or sent.taken is None else replace(y, data=sent.taken(y.shared))
+    return y if y.shared is None or sent.taken is None else y._replace(data=sent.taken(y.shared))
 
 
 def _is_model(entry: object) -> bool:

@@ -174,7 +174,7 @@ class _SharedCall:
         region = self._region = self._client.take(size)
         message, count = self._message, len(self._inputs)
         inputs = tuple(
-            replace(tensor, data=b"", shared=region.put(tensor.data, offset))
+            tensor._replace(data=b"", shared=region.put(tensor.data, offset))
             for tensor, offset in zip(message.inputs, offsets[:count], strict=True)
         )
         outputs = tuple(

@@ -10,7 +10,7 @@ exactly. Every refusal is a `WireError`.
 from __future__ import annotations
 
 from .decode import decode_raw_request, decode_request, decode_response, header_length
-from .encode import binary_message, buffers_size, encode_request, encode_response
+from .encode import aligned, binary_message, buffers_size, encode_request, encode_response
 from .errors import WireError
 from .messages import (
     HEADER_LENGTH,
@@ -37,6 +37,7 @@ __all__ = [
     "Shared",
     "Tensor",
     "WireError",
+    "aligned",
     "binary_message",
     "buffers_size",
     "decode_raw_request",

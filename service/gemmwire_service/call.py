@@ -51,6 +51,11 @@ class Call(NamedTuple):
         return (*self.x.shape[:-1], n)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the answer is y alone, as bytes in its body."""
+        return self.binary and not self.columns and not self.targets
+
+    @property
     def has_place(self) -> bool:
         """Whether the answer is y alone, or all of it goes to shared memory."""
         return len(self.targets) == len(self.columns)

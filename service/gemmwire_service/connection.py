@@ -30,25 +30,29 @@ from .lane import Lane
 from .layer import Layer
 from .patience import Watch
 from .pieces import PiecesTransport
+from .repeat import Repeat
 from .uvicorn_protocol import UvicornProtocol, closing_answer, reply_lines
 
 log = logging.getLogger("gemmwire.http")
 
 _LONGEST_HEAD = 8 << 10
+_NOTHING = memoryview(b"")
 _SURPLUS_S = 1.0  # for a client beyond the bound to send something, so that it hears why it is closed
 
 
 class _Exchange:
     """One request under way: its body as it comes, then its place at the engine."""
 
-    __slots__ = ("began", "body", "call", "coming", "head", "item", "layer", "missing")
+    __slots__ = ("began", "body", "call", "coming", "head", "item", "layer", "missing", "repeats")
 
-    def __init__(self, head: Head, layer: Layer) -> None:
+    def __init__(self, head: Head, layer: Layer, repeats: Repeat | None = None) -> None:
+        """One that `repeats` another has come as a whole, and its numbers are wherever its call has them."""
         self.head = head
         self.layer = layer
+        self.repeats = repeats
         self.began = time.monotonic_ns()
-        self.body = aligned(head.length, head.offset)
-        self.missing = self.coming = head.length
+        self.body = aligned(head.length, head.offset) if repeats is None else _NOTHING
+        self.missing = self.coming = len(self.body)
         self.call: Call | None = None
         self.item: Item | None = None
 
@@ -72,6 +76,8 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = self._uvicorn.loop
         self._transport: asyncio.Transport
         self._exchange: _Exchange | None = None
+        self._last: Head | None = None  # of the last request of this path
+        self._repeat: Repeat | None = None  # what is known of it, once its head has come twice
         self._early = b""  # what came of the next request before it could be taken
         self._writing = True  # the client reads its answers
         self._closing = False  # the server wants it closed after this answer
@@ -241,6 +247,11 @@ class Connection(asyncio.BufferedProtocol):
         """Bytes that came while no request of this path was under way."""
         if not self._writing:
             return self._keep(data)
+        repeat = self._repeat
+        if repeat is not None and repeat.is_in(data) and self._uvicorn.idle:
+            layer = self._admit(repeat.head)
+            if layer is not None and layer.spec is repeat.spec:
+                return self._begin_again(repeat, layer, data)
         if self._lane.takes_infer and self._uvicorn.idle and data[: len(START)] == START:
             start = bytes(data[:_LONGEST_HEAD])
             end = start.find(END) + len(END)
@@ -274,6 +285,17 @@ class Connection(asyncio.BufferedProtocol):
         if not exchange.missing:
             self._compute(exchange)
 
+    def _begin_again(self, repeat: Repeat, layer: Layer, data: memoryview) -> None:
+        """`_begin` and `_compute` of a request that is as the last one was."""
+        self._uvicorn.take_over()
+        exchange = self._exchange = _Exchange(repeat.head, layer, repeat)
+        self._lane.begin(self)
+        try:
+            call = exchange.call = repeat.call_in(data)
+            exchange.item = self._lane.infer.submit(call, layer, self._answered)
+        except Exception as error:
+            self._finish(exchange, self._refusal(error, exchange))
+
     def _keep(self, data: memoryview) -> None:
         """Hold what came too early, and read no more until it is its turn."""
         self._early += bytes(data)
@@ -298,6 +320,7 @@ class Connection(asyncio.BufferedProtocol):
         self._come(exchange)
         try:
             call = exchange.call = infer.call(exchange.body, exchange.head.headers, layer)
+            self._note(exchange, call)
             if call.rows:
                 exchange.item = infer.submit(call, layer, self._answered)
                 return
@@ -305,6 +328,14 @@ class Connection(asyncio.BufferedProtocol):
         except Exception as error:
             reply = self._refusal(error, exchange)
         self._finish(exchange, reply)
+
+    def _note(self, exchange: _Exchange, call: Call) -> None:
+        """Of a client that sends the same head again, all is kept that its next request may have in common
+        with this one; heads that are remembered are one object."""
+        head = exchange.head
+        again = head is self._last
+        self._last = head
+        self._repeat = Repeat.of(head, exchange.layer.spec, call, exchange.body) if again else None
 
     def _answered(self, item: Item) -> None:
         """Hears of the item of the exchange under way; `connection_lost` has taken back every other."""
@@ -315,6 +346,10 @@ class Connection(asyncio.BufferedProtocol):
         try:
             if not isinstance(item.outcome, Answer):
                 raise item.outcome or AssertionError("an item is settled with an outcome")
+            if exchange.repeats is not None and not self._closing:
+                start = self._lane.start(200, self._state.default_headers)
+                message = exchange.repeats.message(item.outcome, start)
+                return self._send(exchange, [message], keep_alive=True)
             if encodes_elsewhere(exchange.call, exchange.layer):
                 return self._encode_elsewhere(exchange, exchange.call, item.outcome)
             version = exchange.head.version
@@ -343,17 +378,27 @@ class Connection(asyncio.BufferedProtocol):
     def _finish(self, exchange: _Exchange, reply: Reply) -> None:
         if self._exchange is not exchange:
             return  # the client left while the reply was made
+        keep_alive = exchange.head.keep_alive and not self._closing
+        message = self._message(reply, exchange.head, keep_alive)
+        self._send(exchange, message, reply.status, reply.reason, keep_alive=keep_alive)
+
+    def _send(
+        self,
+        exchange: _Exchange,
+        message: list[wire.Buffer],
+        status: int = 200,
+        reason: str = "",
+        *,
+        keep_alive: bool,
+    ) -> None:
         self._exchange = None
         self._come(exchange)
         self._lane.begun -= 1
         self._state.total_requests += 1
         self._watch.active = self._loop.time()
-        keep_alive = exchange.head.keep_alive and not self._closing
-        self._lane.send(
-            self._transport, self._message(reply, exchange.head, keep_alive), close=not keep_alive
-        )
+        self._lane.send(self._transport, message, close=not keep_alive)
         self._lane.infer.traffic.finished(
-            exchange.layer, reply.status, reply.reason, exchange.head.headers, exchange.began, exchange.item
+            exchange.layer, status, reason, exchange.head.headers, exchange.began, exchange.item
         )
         if keep_alive and self._early:
             self._loop.call_soon(self._take_early)

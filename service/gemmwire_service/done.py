@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gemmwire.wire import Buffer
@@ -26,13 +27,13 @@ class Done(NamedTuple):
     lost: DeviceLost | None = None
 
 
-def answer(item: Item, data: Buffer, layer: Layer, bucket: int, times: BatchTimes) -> Answer:
-    """data: y [rows, N] in the item's datatype."""
-    return Answer(
-        data,
-        layer.version,
-        layer.routes.by_bucket[bucket].backend.name,
-        bucket,
-        (times.began - item.arrived) // 1000,
-        times.device // 1000,
-    )
+def answers(
+    items: Sequence[Item], data: Iterable[Buffer], layer: Layer, bucket: int, times: BatchTimes
+) -> list[Answer | Exception | None]:
+    """Of one forward; data: y [rows, N] of each, in the item's datatype."""
+    version, backend = layer.version, layer.routes.by_bucket[bucket].backend.name
+    began, device_us = times.began, times.device // 1000
+    return [
+        Answer(y, version, backend, bucket, (began - item.arrived) // 1000, device_us)
+        for item, y in zip(items, data, strict=True)
+    ]

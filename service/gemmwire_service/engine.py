@@ -252,10 +252,9 @@ class Engine:
             log.debug("the event loop has ended; nobody waits for this answer")
 
     def _finish(self, done: Done) -> None:
-        for item in done.items:
-            self.waiting -= 1
-            self.waiting_rows -= item.rows
-            self.held.waiting -= item.held
+        self.waiting -= len(done.items)
+        self.waiting_rows -= sum([item.rows for item in done.items])
+        self.held.waiting -= sum([item.held for item in done.items])
         if done.times is not None:
             done.items[0].layer.stats.count_batch(done.bucket, done.times, done.forwards)
             self.traffic.count_forwards(done, done.times)

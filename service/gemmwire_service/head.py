@@ -22,8 +22,9 @@ _NOT_PLAIN = (b"transfer-encoding", b"expect", b"content-encoding", b"origin")
 
 @dataclass(frozen=True)
 class Head:
-    """`length` bytes of body follow, its first tensor at `offset`."""
+    """`text`, as it came; `length` bytes of body follow, its first tensor at `offset`."""
 
+    text: bytes
     layer: str
     version: str | None
     headers: Headers
@@ -87,7 +88,9 @@ def _parse(head: bytes) -> Head | None:
     if length is None or _json_bytes(headers, int(length)) >= PARSE_ELSEWHERE_FROM:
         return None
     version = path[2].decode() if path[2] is not None else None
-    return Head(path[1].decode(), version, headers, int(length), tensor_offset(headers), found.keep_alive)
+    return Head(
+        head, path[1].decode(), version, headers, int(length), tensor_offset(headers), found.keep_alive
+    )
 
 
 _remembered = lru_cache(maxsize=256)(_parse)

@@ -14,7 +14,7 @@ from gemmwire.wire import Buffer
 from .backends.base import PreparedWeight
 from .backlog import Item
 from .buckets import Ladder
-from .done import Done, answer
+from .done import Done, answers
 from .layer import Layer
 from .routes import Route
 from .stats import BatchTimes
@@ -145,7 +145,7 @@ class Host:
             start += rows
             forwards += 1
         times = BatchTimes(began, 0, time.monotonic_ns() - began, 0)
-        return Done([item], [answer(item, as_bytes(y), layer, bucket, times)], bucket, times, forwards)
+        return Done([item], answers([item], [as_bytes(y)], layer, bucket, times), bucket, times, forwards)
 
     def _fill(self, sources: list[Tensor], layer: Layer, rows: int, bucket: int) -> Tensor:
         """Rows side by side, rounded to BF16, and zeros below them: the bits depend on nothing earlier."""
@@ -194,12 +194,7 @@ def _done(
 ) -> Done:
     """The bytes of each request's answer, and the ns at which x was filled and y computed."""
     times = BatchTimes(began, filled - began, computed - filled, time.monotonic_ns() - computed)
-    return Done(
-        batch,
-        [answer(item, y, layer, bucket, times) for item, y in zip(batch, pieces, strict=True)],
-        bucket,
-        times,
-    )
+    return Done(batch, answers(batch, pieces, layer, bucket, times), bucket, times)
 
 
 def _fits(source: Tensor, layer: Layer, bucket: int) -> bool:

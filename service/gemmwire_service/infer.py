@@ -166,7 +166,7 @@ class Infer:
         shared memory for y was taken away.
         """
         if answer is not None:
-            _refuse_other(layer.name, version, answer.version)
+            refuse_other_version(layer.name, version, answer.version)
             if call.targets:
                 deliver(call, layer.spec.n, answer)
         return Reply(200, *encode(call, layer.spec, layer.version, layer.backend.name, answer))
@@ -201,7 +201,7 @@ def find_layer(engine: Engine, name: str, version: str | None = None) -> Layer:
             engine.refuse_unless_ready()
         _refuse_part(engine, name)
         raise unknown_layer(name, engine.layers)
-    _refuse_other(name, version, layer.version)
+    refuse_other_version(name, version, layer.version)
     return layer
 
 
@@ -242,7 +242,7 @@ def _behind(layer: Layer, minimum: int) -> VersionBehind:
     )
 
 
-def _refuse_other(name: str, version: str | None, served: int) -> None:
+def refuse_other_version(name: str, version: str | None, served: int) -> None:
     if version is not None and version != str(served):
         raise WireError(
             "version_unknown",

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backlog import Answer, Item
+from .backlog import Item
 from .buckets import Ladder
 from .capture import capture_stream
-from .done import Done, answer
+from .done import Done, answers
 from .graphs import CudaRecorder, Graphs
 from .layer import Layer
 from .mail import mailbox
@@ -137,11 +137,7 @@ class Pipeline:
         times = BatchTimes(
             sent.began, sent.filled - sent.began, computed - sent.filled, time.monotonic_ns() - computed
         )
-        outcomes: list[Answer | Exception | None] = [
-            answer(item, data, sent.layer, sent.bucket, times)
-            for item, data in zip(batch, pieces, strict=True)
-        ]
-        return Done(batch, outcomes, sent.bucket, times)
+        return Done(batch, answers(batch, pieces, sent.layer, sent.bucket, times), sent.bucket, times)
 
     def forward_chunks(self, item: Item) -> Done:
         """A request of more rows than a bucket; each chunk at the largest, so that all rows have one. Nothing
@@ -161,8 +157,8 @@ class Pipeline:
         if not wanted:
             return Done([item], [None])
         times = BatchTimes(began, 0, time.monotonic_ns() - began, 0)
-        done = answer(item, as_bytes(y), layer, bucket, times)
-        return Done([item], [done], bucket, times, len(pieces))
+        done = answers([item], [as_bytes(y)], layer, bucket, times)
+        return Done([item], done, bucket, times, len(pieces))
 
     def _send_chunk(self, layer: Layer, piece: Tensor, targets: deque[Tensor]) -> None:
         program = self._program(layer, self._ladder.largest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from gemmwire import wire
 from gemmwire.wire import Buffer, InferResponse, Tensor
@@ -13,19 +12,18 @@ from .backlog import Answer
 from .call import Call
 from .outputs import OUTPUT, Columns, cut
 
-_TIMES = '"queue_us":{},"device_us":{}'
-_LONGEST_ID = 128  # of a request whose answer's text is remembered
+LONGEST_ID = 128  # of a request whose answer's text is remembered
 
 
 def encode(
     call: Call, spec: LayerSpec, version: int, backend: str, answer: Answer | None
 ) -> tuple[dict[str, str], list[Buffer]]:
     """-> (headers, buffers). `answer` None is the answer of no rows, which no device made."""
-    if answer is not None and call.binary and len(call.id) <= _LONGEST_ID and call.has_place:
-        made_by = answer.version, answer.backend, answer.bucket
-        shape = call.x.shape[:-1]
-        text = _text(spec.name, *made_by, call.id, call.datatype, shape, spec.n, call.columns)
-        return text.around(answer)
+    if answer is not None and call.binary and len(call.id) <= LONGEST_ID and call.has_place:
+        text = text_of(call, spec, answer)
+        if call.columns:
+            return {"content-type": "application/json"}, [text]
+        return wire.binary_message(text, [answer.data])
     data = b"" if answer is None else answer.data
     columns = call.columns or (Columns(OUTPUT, 0, spec.n, call.binary),)
     outputs = tuple(
@@ -44,23 +42,18 @@ def encode(
     return wire.encode_response(message, [each.binary for each in columns])
 
 
-class _Text(NamedTuple):
-    """The JSON part of binary answers that differ in nothing but their times and numbers."""
-
-    before: str
-    after: str
-    body: bool  # y is behind it, and not in shared memory
-
-    def around(self, answer: Answer) -> tuple[dict[str, str], list[Buffer]]:
-        times = _TIMES.format(answer.queue_us, answer.device_us)
-        text = (self.before + times + self.after).encode()
-        if self.body:
-            return wire.binary_message(text, [answer.data])
-        return {"content-type": "application/json"}, [text]
+def text_of(call: Call, spec: LayerSpec, answer: Answer) -> bytes:
+    """The JSON part of a binary answer, which has a place for y in its body or in shared memory."""
+    _, version, backend, bucket, queue_us, device_us = answer
+    shape = call.x.shape[:-1]
+    before, after = _around_times(
+        spec.name, version, backend, bucket, call.id, call.datatype, shape, spec.n, call.columns
+    )
+    return f'{before}"queue_us":{queue_us},"device_us":{device_us}{after}'.encode()
 
 
 @lru_cache(maxsize=256)
-def _text(
+def _around_times(
     name: str,
     version: int,
     backend: str,
@@ -70,8 +63,8 @@ def _text(
     shape: tuple[int, ...],
     n: int,
     columns: tuple[Columns, ...],
-) -> _Text:
-    """As the encoder writes it, with a place for the times. `shape` is that of y [*shape, n]."""
+) -> tuple[str, str]:
+    """What the encoder writes before the times, and after them. `shape` is that of y [*shape, n]."""
     outputs = tuple(
         Tensor(each.name, datatype, (*shape, each.stop - each.start), b"", each.shared)
         for each in columns or (Columns(OUTPUT, 0, n, True),)
@@ -79,8 +72,8 @@ def _text(
     parameters: wire.Parameters = {"backend": backend, "bucket": bucket, "queue_us": 0, "device_us": 0}
     message = InferResponse(name, str(version), outputs, id, parameters)
     _, buffers = wire.encode_response(message, [True] * len(outputs))
-    before, _, after = bytes(buffers[0]).decode().rstrip().rpartition(_TIMES.format(0, 0))
-    return _Text(before, after, not columns)
+    before, _, after = bytes(buffers[0]).decode().rstrip().rpartition('"queue_us":0,"device_us":0')
+    return before, after
 
 
 def _parameters(answer: Answer) -> wire.Parameters:

@@ -44,7 +44,7 @@ def _fetched(tensor: Tensor, regions: Regions) -> Tensor:
     if tensor.shared is None:
         return tensor
     region = regions.find(tensor.shared, f"Input {tensor.name[:80]!r}")
-    return replace(tensor, data=region.read(tensor.shared))
+    return tensor._replace(data=region.read(tensor.shared))
 
 
 def source_of(request: InferRequest, regions: Regions) -> Source | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -18,32 +16,9 @@ import torch
 from gemmwire_service import connection
 from gemmwire_service.connection import Connection
 from gemmwire_service.head import parse_head
-from http_calls import HEADER_LENGTH, call, infer, json_message, message
-from links import GOOD, X, answers, held, linked, request, statuses
+from http_calls import HEADER_LENGTH, call, infer, message
+from links import GOOD, REQUESTS, X, answers, held, linked, request, statuses, steady
 from serving import Served, hold, serving, settings, until
-
-
-@pytest.fixture(scope="module")
-def fast(checkpoint: object) -> Iterator[Served]:
-    with serving(settings(model=(f"m={checkpoint}",), random_layer=("tall=200000x32",))) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def asgi(checkpoint: object) -> Iterator[Served]:
-    options = settings(model=(f"m={checkpoint}",), random_layer=("tall=200000x32",), fast_path=False)
-    with serving(options) as served:
-        yield served
-
-
-def steady(answer: bytes) -> bytes:
-    """The answer without what differs from one time to the next: the date, the times and their padding."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    timed = b"_us" in body
-    head = re.sub(rb"(?m)^date: .*\r\n", b"", head)
-    if timed:  # the lengths stay in their places
-        head = re.sub(rb"(content-length): \d+", rb"\1: ?", head)
-    return head + b"\r\n\r\n" + re.sub(rb'"(queue|device)_us":\d+|(?<=}) *', b"", body)
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -57,40 +32,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Connection, "_begin", noting)
     return layers
-
-
-REQUESTS = {
-    "binary": GOOD,
-    "json": request(json_message(X)),
-    "raw": request(X.bfloat16().view(torch.uint8).numpy().tobytes(), 0),
-    "version": request(*message(X), path="/v2/models/m.plain/versions/1/infer"),
-    "no-rows": request(*message(X[:0])),
-    "binary-in-json-out": request(*message(X, parameters={})),
-    "much-json-out": request(*message(torch.ones(1, 32), parameters={}), path="/v2/models/tall/infer"),
-    "request-id": request(*message(X), x_request_id="abc-1"),
-    "id-and-timeout": request(*message(X, id="7"), gemmwire_timeout_us="60000000"),
-    "close": request(*message(X), Connection="close"),
-    "close-without-a-body": request(b"", Connection="close"),
-    "wrong-k": request(*message(torch.ones(2, 127))),
-    "wrong-k-with-id": request(*message(torch.ones(2, 127)), x_request_id="abc-1", Connection="close"),
-    "json-that-is-none": request(b"{"),
-    "length-beyond-the-body": request(b"{}", 9),
-    "header-length-that-is-none": request(b"{}", None, inference_header_content_length="-1"),
-    "timeout-that-is-none": request(*message(X), gemmwire_timeout_us="soon"),
-    "unknown-layer": request(*message(X), path="/v2/models/nowhere/infer"),
-    "unknown-version": request(*message(X), path="/v2/models/m.plain/versions/9/infer"),
-    "query": request(*message(X), path="/v2/models/m.plain/infer?a=1"),
-    "escaped": request(*message(X), path="/v2/models/m%2Eplain/infer"),
-    "http-1.0": request(*message(X), version="1.0"),
-    "chunked": GOOD.split(b"\r\n\r\n")[0].replace(b"\r\nContent-Length", b"\r\nWas-Length")
-    + b"\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(message(X)[0])
-    + message(X)[0]
-    + b"\r\n0\r\n\r\n",
-    "two-lengths": request(*message(X), content_length="1"),
-    "header-length-twice": request(*message(X), INFERENCE_HEADER_CONTENT_LENGTH="5"),
-    "not-http": b"POST /v2/models/m.plain/infer HTTP/1.1\r\nno colon\r\n\r\n",
-    "folded": b"POST /v2/models/m.plain/infer HTTP/1.1\r\nA: b\r\n c\r\nContent-Length: 2\r\n\r\n{}",
-}
 
 
 @pytest.mark.parametrize("sent", REQUESTS.values(), ids=REQUESTS)

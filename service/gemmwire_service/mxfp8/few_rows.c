@@ -1,7 +1,7 @@
 /* y = x @ W.T for few rows of x and a W that fits into a core's caches, in BF16 with FP32 sums.
 
-   A library for matmuls takes longer to find out what to do than this takes to do it. A tile of x rows and four
-   rows of W is summed in registers, 32 products an instruction; a sum's 16 parts are added up at the end. */
+   A library for matmuls takes longer to find out what to do than this takes to do it. All rows of x and a few rows
+   of W are summed in registers, 32 products an instruction; a sum's 16 parts are added up at the end. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -14,8 +14,8 @@ enum { MOST_ROWS = 8 };
 
 const int gemmwire_few_rows = MOST_ROWS;
 
-/* The sums of six rows of x and four of W fit into the registers; W_ROWS stay in the cache for all rows of x. */
-enum { COLUMNS = 32, LANES = 4, TILE_ROWS = 6, W_ROWS = 64 };
+/* What the registers hold of sums, of W and of x: six rows by four, or eight by three. */
+enum { COLUMNS = 32, LANES = 4, LANES_OF_MANY = 3, MANY_ROWS = 7 };
 
 static inline __m512bh load(const uint16_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
 
@@ -43,48 +43,44 @@ static inline void store_rounded(uint16_t *at, __m128 y, size_t count) {
     memcpy(at, four, count * sizeof *at);
 }
 
-/* `rows` is a constant wherever this is called from, so that the sums stay in registers. */
-static inline __attribute__((always_inline)) void tile(size_t rows, const uint16_t *x, const uint16_t *w, uint16_t *y,
-                                                       size_t k, size_t n, size_t lanes) {
-    __m512 sums[TILE_ROWS][LANES];
+/* `rows` and `wide` are constants wherever this is called from, so that the sums stay in registers. */
+static inline __attribute__((always_inline)) void tile(size_t rows, size_t wide, const uint16_t *x, const uint16_t *w,
+                                                       uint16_t *y, size_t k, size_t n, size_t lanes) {
+    __m512 sums[MOST_ROWS][LANES];
     for (size_t i = 0; i < rows; i++)
-        for (size_t j = 0; j < LANES; j++) sums[i][j] = _mm512_setzero_ps();
-    /* Where fewer than four rows of W are left, the last is taken again. */
+        for (size_t j = 0; j < wide; j++) sums[i][j] = _mm512_setzero_ps();
+    /* Where fewer rows of W are left, the last is taken again. */
     const uint16_t *of[LANES];
-    for (size_t j = 0; j < LANES; j++) of[j] = w + (j < lanes ? j : lanes - 1) * k;
+    for (size_t j = 0; j < wide; j++) of[j] = w + (j < lanes ? j : lanes - 1) * k;
     for (size_t column = 0; column < k; column += COLUMNS) {
         __m512bh weights[LANES];
-        for (size_t j = 0; j < LANES; j++) weights[j] = load(of[j] + column);
+        for (size_t j = 0; j < wide; j++) weights[j] = load(of[j] + column);
         for (size_t i = 0; i < rows; i++) {
             __m512bh row = load(x + i * k + column);
-            for (size_t j = 0; j < LANES; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], row, weights[j]);
+            for (size_t j = 0; j < wide; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], row, weights[j]);
         }
     }
     for (size_t i = 0; i < rows; i++)
-        store_rounded(y + i * n, added_up(sums[i][0], sums[i][1], sums[i][2], sums[i][3]), lanes);
+        store_rounded(y + i * n, added_up(sums[i][0], sums[i][1], sums[i][2], sums[i][wide - 1]), lanes);
 }
 
 static void tile_of(size_t rows, const uint16_t *x, const uint16_t *w, uint16_t *y, size_t k, size_t n, size_t lanes) {
     switch (rows) {
-    case 1: tile(1, x, w, y, k, n, lanes); break;
-    case 2: tile(2, x, w, y, k, n, lanes); break;
-    case 3: tile(3, x, w, y, k, n, lanes); break;
-    case 4: tile(4, x, w, y, k, n, lanes); break;
-    case 5: tile(5, x, w, y, k, n, lanes); break;
-    default: tile(6, x, w, y, k, n, lanes);
+    case 1: tile(1, LANES, x, w, y, k, n, lanes); break;
+    case 2: tile(2, LANES, x, w, y, k, n, lanes); break;
+    case 3: tile(3, LANES, x, w, y, k, n, lanes); break;
+    case 4: tile(4, LANES, x, w, y, k, n, lanes); break;
+    case 5: tile(5, LANES, x, w, y, k, n, lanes); break;
+    case 6: tile(6, LANES, x, w, y, k, n, lanes); break;
+    case 7: tile(7, LANES_OF_MANY, x, w, y, k, n, lanes); break;
+    default: tile(8, LANES_OF_MANY, x, w, y, k, n, lanes);
     }
 }
 
 /* x: BF16 [m, k], w: BF16 [n, k], y: BF16 [m, n], all contiguous; m from 1 to MOST_ROWS, k a multiple of 32. */
 void gemmwire_multiply_few_rows(const uint16_t *x, const uint16_t *w, uint16_t *y, size_t m, size_t n, size_t k) {
-    size_t rows = m <= TILE_ROWS ? m : (m + 1) / 2;
-    for (size_t block = 0; block < n; block += W_ROWS) {
-        size_t end = n - block < W_ROWS ? n : block + W_ROWS;
-        for (size_t i = 0; i < m; i += rows)
-            for (size_t j = block; j < end; j += LANES)
-                tile_of(m - i < rows ? m - i : rows, x + i * k, w + j * k, y + i * n + j, k, n,
-                        end - j < LANES ? end - j : LANES);
-    }
+    size_t wide = m < MANY_ROWS ? LANES : LANES_OF_MANY;
+    for (size_t j = 0; j < n; j += wide) tile_of(m, x, w + j * k, y + j, k, n, n - j < wide ? n - j : wide);
 }
 #else
 const int gemmwire_few_rows = 0; /* no instruction for it */
