@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from http_calls import HEADER_LENGTH, json_message, message
-from serving import Served, hold
+from serving import Served, hold, until
 
 
 @contextmanager
@@ -22,11 +22,13 @@ def linked(served: Served) -> Iterator[socket.socket]:
 
 @contextmanager
 def held(served: Served) -> Iterator[None]:
-    """The device does nothing in this block."""
+    """The device does nothing in this block; what has come by its end is together before the device."""
     gate = threading.Event()
     hold(served.engine, gate)
     try:
         yield
+        # A request that is counted is the device's only after that turn of the event loop.
+        until(lambda: not served.engine._new, "the event loop keeps requests")
     finally:
         gate.set()
 
