@@ -130,11 +130,14 @@ def keep_compiled_in(folder: Path | None) -> None:
 
 def _same_bits(compiled: Quantize) -> bool:
     """Whether it agrees with the operators: on every BF16 among its like, and as the largest of a block that
-    goes down to what is flushed."""
+    goes down to what is flushed, or as far as all are normal in E4M3."""
     every = torch.arange(1 << 16, dtype=torch.int32).view(-1, BLOCK)
     largest = torch.arange(1 << 15, dtype=torch.int32)[:, None]
-    below = largest - torch.arange(BLOCK, dtype=torch.int32) * 73  # 73/128 of an exponent a step
-    for bits in (every, below.clamp_min_(0), -1 - below):
+    # In steps of so many 128ths of an exponent.
+    flushed, normal = (
+        (largest - torch.arange(BLOCK, dtype=torch.int32) * step).clamp_min_(0) for step in (73, 55)
+    )
+    for bits in (every, flushed, -1 - flushed, normal, -1 - normal):
         x = bits.to(torch.int16).view(torch.bfloat16).view(-1, 8 * BLOCK)
         expected, out = torch.empty_like(x), torch.empty_like(x)
         round_by_operators(x, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gemmwire_service.backends import emulation
 from gemmwire_service.backends.base import Plan, PreparedWeight
 from gemmwire_service.backends.emulation import Emulation, EmulationWeight, Operands, split_bias
 from gemmwire_service.buckets import Ladder
@@ -71,6 +72,44 @@ def relative_errors(y: Tensor, expected: Tensor) -> Tensor:
     """||y - expected|| / ||expected|| of each row."""
     error = torch.linalg.vector_norm(y.double() - expected, dim=1)
     return torch.div(error, torch.linalg.vector_norm(expected, dim=1))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("rows", [1536, 2047])
+def test_an_x_beyond_the_caches_is_exact_in_every_part(rows: int) -> None:
+    """Guards: parts that overlap, a gap between them, the rows of another part in the scratch."""
+    generator = seeded(rows)
+    x, w = sparse(rows, 4096, generator), sparse(40, 4096, generator)
+    bias = torch.arange(40) / 16
+    assert emulation.rows_at_once(torch.empty(1536, 4096)) == 384
+    exact = x.double() @ w.double().T + bias.double()
+    assert_same_bits(forward(x, MxWeight.from_float(w, bias)), rounded_once(exact))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_has_the_same_bits_in_every_part() -> None:
+    """Guards: a last part of fewer rows, which another kernel multiplies in another order."""
+    x = spread(1, 4096, seeded(1)).expand(2048, -1)
+    backend = Emulation()
+    y = run(x, backend.prepare(MxWeight.from_float(spread(70, 4096, seeded(2))), CPU), backend)
+    assert_same_bits(y, y[:1].expand_as(y))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("rows", [1, 512, 513, 2048])
+def test_parts_are_equal_and_leave_none_out(rows: int) -> None:
+    for k in (32, 4096, 1 << 16):
+        at_once = emulation.rows_at_once(torch.empty(rows, k, dtype=torch.bfloat16))
+        assert rows % at_once == 0
+        assert at_once == rows or at_once * k * 2 > 1 << 21
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])

@@ -47,6 +47,26 @@ def assert_rounds(quantize: Quantize, x: torch.Tensor) -> None:
     assert same.all(), f"first at {(~same).nonzero()[0].tolist()}"
 
 
+@pytest.mark.parametrize("edge", [False, True], ids=["normal", "below"])
+@pytest.mark.parametrize("zeros", [0, 7, 31])
+def test_blocks_of_normal_numbers_and_zeros(tmp_path: Path, zeros: int, edge: bool) -> None:
+    """Guards: the short way that such a block goes, up to the least number that is subnormal and may not."""
+    generator = torch.Generator().manual_seed(zeros)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    largest = draw(15 << 7, 0x7F80, 4096, 1)
+    least = ((largest + 31 - (8 << 7)) & 0x7F80) - (6 << 7)  # in the block's scale
+    bits = least + draw(0, 1 << 15, 4096, 32) % (largest + 1 - least)
+    bits[:, :zeros] = 0
+    bits[:, 31:] = largest
+    if edge:
+        bits[:, 30:31] = least - 1
+    bits = bits[:, torch.randperm(32, generator=generator)] | draw(0, 2, 4096, 32) << 15
+    assert_rounds(fake_cpu(tmp_path), bits.to(torch.int16).view(torch.bfloat16).view(-1, 256))
+
+
 def test_it_is_compiled_once_for_a_folder(
     tmp_path: Path, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
