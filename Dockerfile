@@ -46,7 +46,7 @@ RUN --mount=type=cache,target=/var/cache/pip \
     --mount=type=secret,id=ca.crt \
     pip install --no-deps --force-reinstall .
 # Where the architecture has no levels, torch's operators do their work.
-RUN (python -m gemmwire_service.mxfp8.compiled || test "$(uname -m)" != x86_64)
+RUN (python -m gemmwire_service.compiled || test "$(uname -m)" != x86_64)
 
 # What both images are: the interpreter, a user without rights, and places to write.
 # hadolint ignore=DL3006
@@ -124,7 +124,7 @@ RUN --mount=type=cache,target=/var/cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=secret,id=ca.crt \
     pip install --no-deps --force-reinstall .
-RUN (env -u PYTHONPATH python -m gemmwire_service.mxfp8.compiled || test "$(uname -m)" != x86_64)
+RUN (env -u PYTHONPATH python -m gemmwire_service.compiled || test "$(uname -m)" != x86_64)
 
 FROM base AS gpu
 COPY --from=build-gpu /opt/gemmwire /opt/gemmwire

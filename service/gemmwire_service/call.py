@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class Call(NamedTuple):
     `columns`: the outputs that the answer has, where it is not y alone; `binary`: all of it travels as bytes.
     `targets`: those of them that go to shared memory, and the regions there.
     `minimum`: the oldest version of the weights that may answer, 0 for any.
+    `take_back`: of an x that is read in shared memory, to be called once it has been; it may refuse it.
     `in_place`: the bytes behind the JSON part, if there are any, are those of x as they stand.
     """
 
@@ -37,6 +39,7 @@ class Call(NamedTuple):
     in_place: bool = True
     targets: tuple[tuple[Columns, Shared, Region], ...] = ()
     minimum: int = 0
+    take_back: Callable[[], None] | None = None
 
     def deadline(self) -> int | None:
         """Monotonic ns, if it arrived now."""

@@ -125,7 +125,8 @@ class Infer:
         known = self._shared_calls.get(key)
         if known is not None:
             _, call, source = known
-            return call.over(source.region.read(source.place))
+            data, take_back = source.region.lend(source.place)
+            return call.over(data)._replace(take_back=take_back)
         request = wire.decode_request(body, None, self._wire_limits)
         call = self._checked(request, timeout, layer)
         only = source_of(request, self.regions)
@@ -163,8 +164,10 @@ class Infer:
         """`answer` None is the answer of a call without rows; `version` is what the caller asked for.
 
         Errors: `version_unknown` where the weight was replaced while the call waited, `region_gone` where the
-        shared memory for y was taken away.
+        shared memory of x or for y was taken away.
         """
+        if call.take_back is not None:
+            call.take_back()
         if answer is not None:
             refuse_other_version(layer.name, version, answer.version)
             if call.targets:

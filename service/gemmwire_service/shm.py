@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Protocol
 
 from gemmwire.wire import Buffer, Shared, WireError
 
 from .body import aligned
+from .shm_mapping import Loan
 
 MOST = 256  # regions; each is an open file, or a mapping of a device's memory
 SWEEP_S = 5.0
@@ -27,6 +29,14 @@ class Memory(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self, target: memoryview, offset: int) -> None: ...
+
+    def lend(self, offset: int, nbytes: int) -> Loan | None:
+        """The bytes in place, where that is better than a copy of them."""
+        ...
+
+    def refuse_shrunk(self, loan: Loan) -> None:
+        """Errors: WireError `region_gone` where a loan was not all there."""
+        ...
 
     def write(self, data: Buffer, offset: int) -> None: ...
 
@@ -68,6 +78,24 @@ class Region:
             self._refuse_closed()
             self.memory.read(target, place.offset)
         return target
+
+    def lend(self, place: Shared) -> tuple[Buffer, Callable[[], None] | None]:
+        """The bytes at a place that was checked, in place where they are many: their owner must leave them
+        alone for as long as they are used. What is called after that refuses them if they went meanwhile.
+
+        Errors, of both: WireError `region_gone`.
+        """
+        with self._copying:
+            self._refuse_closed()
+            loan = self.memory.lend(place.offset, place.nbytes)
+        if loan is None:
+            return self.read(place), None
+        return loan.data, partial(self._take_back, loan)
+
+    def _take_back(self, loan: Loan) -> None:
+        with self._copying:
+            self._refuse_closed()
+            self.memory.refuse_shrunk(loan)
 
     def write(self, data: Buffer, offset: int) -> None:
         """Errors: WireError `region_gone`."""

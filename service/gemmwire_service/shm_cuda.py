@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from gemmwire.wire import Buffer, WireError
 
 from .shm import refuse_region
+from .shm_mapping import Loan
 
 HANDLE_BYTES = 64
 
@@ -50,6 +51,12 @@ class CudaMemory:
     def read(self, target: memoryview, offset: int) -> None:
         with _Gone():
             self._device.read(target, self._address + offset)
+
+    def lend(self, offset: int, nbytes: int) -> None:
+        """The host reads x, and has to have a copy for that."""
+
+    def refuse_shrunk(self, loan: Loan) -> None:
+        """There are no loans."""
 
     def write(self, data: Buffer, offset: int) -> None:
         with _Gone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import shm_system
+from .cache import cache_folder
 from .errors import SettingsError
 from .settings import Settings
 from .shm import Opener
@@ -20,7 +21,7 @@ def openers_of(settings: Settings, device: str) -> tuple[Opener, ...]:
             raise SettingsError(
                 f"--shm-prefix is {settings.shm_prefix!r}, but {reason}", got=settings.shm_prefix
             )
-        openers.append(SystemOpener(settings.shm_prefix))
+        openers.append(SystemOpener(settings.shm_prefix, cache_folder(settings.cache_dir)))
     if settings.cuda_shm:
         openers.append(CudaOpener(_device(device)))
     return tuple(openers)

@@ -24,7 +24,6 @@ import tritonclient.utils.shared_memory as triton_shm
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
-from gemmwire.wire import Shared, WireError
 from gemmwire_service import shm
 from http_calls import Reply, call, infer, message, raw
 from oracle import assert_rows_close, reference, spread
@@ -222,24 +221,6 @@ def test_a_remembered_request_reads_what_is_there_now(served: Served, region: Ob
         region.put(raw(x))
         assert infer_shared(served).status == 200
         assert region.get(Y_BYTES, 32768) == answer_of(served, x)
-
-
-def test_large_tensors_arrive_whole(served: Served) -> None:
-    """Guards: the halves of a read that two threads make, swapped or with a gap."""
-    x = torch.randint(-(2**15), 2**15, (1 << 16, 128), dtype=torch.int16)
-    memory = served.lane.infer.regions if served.lane else None
-    with made(20 << 20) as found:
-        found.put(raw(x), 100)
-        assert register(served, key=found.key, offset=4, byte_size=(16 << 20) + 200).status == 200
-        if memory is None:
-            return
-        for nbytes in (16 << 20, (16 << 20) - 1, 4 << 20, (4 << 20) + 1):
-            place = Shared("r", 96, nbytes)
-            assert memory.find(place, "x").read(place) == raw(x)[:nbytes]
-        found.resize(12 << 20)
-        with pytest.raises(WireError) as caught:
-            memory.find(place, "x").read(Shared("r", 96, 16 << 20))
-        assert caught.value.code == "region_gone"
 
 
 def test_a_name_that_was_registered_again_means_the_new_object(served: Served, region: Object) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gemmwire_service.cache import cache_folder
-from gemmwire_service.mxfp8.compiled import NotCompiled
+from gemmwire_service.compiled import NotCompiled
 from gemmwire_service.mxfp8.fake_cpu import Quantize, fake_cpu
 from gemmwire_service.mxfp8.few_rows import FewRows, few_rows
 from gemmwire_service.mxfp8.format import BLOCK

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .compiled import FAKE_CPU, load
+from gemmwire_service.compiled import FAKE_CPU, load
+
 from .format import BLOCK
 
 # Elements up to which giving Python's lock away meanwhile would take longer than the work.

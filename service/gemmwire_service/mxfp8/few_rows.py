@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiled import FEW_ROWS, NotCompiled, load
+from gemmwire_service.compiled import FEW_ROWS, NotCompiled, load
+
 from .format import BLOCK
 
 LARGEST = 4 << 20  # bytes of W; a larger one comes from memory, and takes the time of that

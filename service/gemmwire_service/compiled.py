@@ -1,6 +1,6 @@
 """The functions in C, each compiled at its first use on a machine.
 
-    python -m gemmwire_service.mxfp8.compiled      # compile them for other machines, beside their sources
+    python -m gemmwire_service.compiled      # compile them for other machines, beside their sources
 
 A library is kept in a folder of the user's own, under a name that stands for its source, the compiler's
 options and the processor. An image without a compiler has it compiled beside the source, as the command does,
@@ -24,11 +24,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-log = logging.getLogger("gemmwire.mxfp8")
+log = logging.getLogger("gemmwire.compiled")
 
 FOLDER = Path(__file__).parent
-FAKE_CPU, FEW_ROWS = FOLDER / "fake_cpu.c", FOLDER / "few_rows.c"
-SOURCES = (FAKE_CPU, FEW_ROWS)
+FAKE_CPU, FEW_ROWS = FOLDER / "mxfp8/fake_cpu.c", FOLDER / "mxfp8/few_rows.c"
+SHM_MAPPING = FOLDER / "shm_mapping.c"
+SOURCES = (FAKE_CPU, FEW_ROWS, SHM_MAPPING)
 # They come after those of CC, and undo some: a library that is linked for fast math has the thread that loads
 # it flush what is below 2^-126, also in what torch computes.
 OPTIONS = (

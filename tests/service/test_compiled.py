@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gemmwire_service.mxfp8 import compiled, fake
-from gemmwire_service.mxfp8.compiled import LEVELS, NotCompiled
+from gemmwire_service import compiled
+from gemmwire_service.compiled import LEVELS, NotCompiled
+from gemmwire_service.mxfp8 import fake
 from gemmwire_service.mxfp8.fake import _Native, round_by_operators
 from gemmwire_service.mxfp8.fake_cpu import Quantize, fake_cpu
 from gemmwire_service.mxfp8.few_rows import FewRows, few_rows
