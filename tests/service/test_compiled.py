@@ -28,6 +28,10 @@ pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, compiled.COMPILERS)), reason="there is no C compiler here"
 )
 
+SHORT_WAY = pytest.mark.skipif(
+    not {"avx512bw", "avx512vl"} <= set(compiled._flags().split()), reason="no instructions for it here"
+)
+
 
 @pytest.fixture
 def x() -> torch.Tensor:
@@ -284,6 +288,9 @@ def test_a_folder_that_cannot_keep_it_is_named(
         ("scaled > 0.015625f ? scaled : 0.015625f", "scaled"),
         ("1048576.0f", "524288.0f"),
         ("0x8000u", "0u"),
+        pytest.param("_set1_epi16(7)", "_set1_epi16(8)", marks=SHORT_WAY),
+        pytest.param("- (6 << 7)", "- (7 << 7)", marks=SHORT_WAY),
+        pytest.param("(short)0x8000", "0", marks=SHORT_WAY),
     ],
 )
 def test_a_function_of_other_bits_is_not_used(

@@ -130,14 +130,13 @@ def keep_compiled_in(folder: Path | None) -> None:
 
 def _same_bits(compiled: Quantize) -> bool:
     """Whether it agrees with the operators: on every BF16 among its like, and as the largest of a block that
-    goes down to what is flushed, or as far as all are normal in E4M3."""
+    goes down to what is flushed, to what is subnormal in E4M3, or as far as all are normal."""
     every = torch.arange(1 << 16, dtype=torch.int32).view(-1, BLOCK)
     largest = torch.arange(1 << 15, dtype=torch.int32)[:, None]
+    down = torch.arange(BLOCK, dtype=torch.int32)
     # In steps of so many 128ths of an exponent.
-    flushed, normal = (
-        (largest - torch.arange(BLOCK, dtype=torch.int32) * step).clamp_min_(0) for step in (73, 55)
-    )
-    for bits in (every, flushed, -1 - flushed, normal, -1 - normal):
+    blocks = [every, *((largest - down * step).clamp_min_(0) for step in (73, 62, 55))]
+    for bits in blocks + [-1 - each for each in blocks[1:]]:
         x = bits.to(torch.int16).view(torch.bfloat16).view(-1, 8 * BLOCK)
         expected, out = torch.empty_like(x), torch.empty_like(x)
         round_by_operators(x, expected)
