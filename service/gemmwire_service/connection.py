@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from typing import Any, cast
 
 from uvicorn.config import Config
@@ -21,9 +20,9 @@ from gemmwire import wire
 from gemmwire.wire import WireError
 
 from .backlog import Answer, Item
-from .body import aligned
 from .call import Call
 from .errors import ConnectionsFull, Draining, EngineError
+from .exchange import Exchange
 from .head import END, START, Head, parse_head
 from .infer import Reply, encodes_elsewhere, error_reply, joined, request_id
 from .lane import Lane
@@ -36,28 +35,7 @@ from .uvicorn_protocol import UvicornProtocol, closing_answer, reply_lines
 log = logging.getLogger("gemmwire.http")
 
 _LONGEST_HEAD = 8 << 10
-_NOTHING = memoryview(b"")
 _SURPLUS_S = 1.0  # for a client beyond the bound to send something, so that it hears why it is closed
-
-
-class _Exchange:
-    """One request under way: its body as it comes, then its place at the engine."""
-
-    __slots__ = ("began", "body", "call", "coming", "head", "item", "layer", "missing", "repeats")
-
-    def __init__(self, head: Head, layer: Layer, repeats: Repeat | None = None) -> None:
-        """One that `repeats` another has come as a whole, and its numbers are wherever its call has them."""
-        self.head = head
-        self.layer = layer
-        self.repeats = repeats
-        self.began = time.monotonic_ns()
-        self.body = aligned(head.length, head.offset) if repeats is None else _NOTHING
-        self.missing = self.coming = len(self.body)
-        self.call: Call | None = None
-        self.item: Item | None = None
-
-    def rest(self) -> memoryview:
-        return self.body[len(self.body) - self.missing :]
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -75,7 +53,7 @@ class Connection(asyncio.BufferedProtocol):
         self._uvicorn.reject = lane.infer.traffic.reject
         self._loop = self._uvicorn.loop
         self._transport: asyncio.Transport
-        self._exchange: _Exchange | None = None
+        self._exchange: Exchange | None = None
         self._last: Head | None = None  # of the last request of this path
         self._repeat: Repeat | None = None  # what is known of it, once its head has come twice
         self._early = b""  # what came of the next request before it could be taken
@@ -258,7 +236,7 @@ class Connection(asyncio.BufferedProtocol):
             head = parse_head(start[:end]) if end >= len(END) else None
             layer = self._admit(head) if head is not None else None
             if head is not None and layer is not None:
-                return self._begin(_Exchange(head, layer), data[end:])
+                return self._begin(Exchange(head, layer), data[end:])
         return self._uvicorn.data_received(bytes(data))
 
     def _admit(self, head: Head) -> Layer | None:
@@ -272,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         except (WireError, EngineError):
             return None
 
-    def _begin(self, exchange: _Exchange, data: memoryview) -> None:
+    def _begin(self, exchange: Exchange, data: memoryview) -> None:
         self._uvicorn.take_over()
         self._exchange = exchange
         self._lane.begin(self)
@@ -288,7 +266,7 @@ class Connection(asyncio.BufferedProtocol):
     def _begin_again(self, repeat: Repeat, layer: Layer, data: memoryview) -> None:
         """`_begin` and `_compute` of a request that is as the last one was."""
         self._uvicorn.take_over()
-        exchange = self._exchange = _Exchange(repeat.head, layer, repeat)
+        exchange = self._exchange = Exchange(repeat.head, layer, repeat)
         self._lane.begin(self)
         try:
             call = exchange.call = repeat.call_in(data)
@@ -310,12 +288,12 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- answering ---
 
-    def _come(self, exchange: _Exchange) -> None:
+    def _come(self, exchange: Exchange) -> None:
         """Its body is here, or will not be."""
         self._lane.held.receiving -= exchange.coming
         exchange.coming = 0
 
-    def _compute(self, exchange: _Exchange) -> None:
+    def _compute(self, exchange: Exchange) -> None:
         infer, layer = self._lane.infer, exchange.layer
         self._come(exchange)
         try:
@@ -329,7 +307,7 @@ class Connection(asyncio.BufferedProtocol):
             reply = self._refusal(error, exchange)
         self._finish(exchange, reply)
 
-    def _note(self, exchange: _Exchange, call: Call) -> None:
+    def _note(self, exchange: Exchange, call: Call) -> None:
         """Of a client that sends the same head again, all is kept that its next request may have in common
         with this one; heads that are remembered are one object."""
         head = exchange.head
@@ -358,7 +336,7 @@ class Connection(asyncio.BufferedProtocol):
             reply = self._refusal(error, exchange)
         return self._finish(exchange, reply)
 
-    def _encode_elsewhere(self, exchange: _Exchange, call: Call, answer: Answer) -> None:
+    def _encode_elsewhere(self, exchange: Exchange, call: Call, answer: Answer) -> None:
         arguments = (call, exchange.layer, answer, exchange.head.version)
         encoding = self._loop.run_in_executor(None, self._lane.infer.reply, *arguments)
 
@@ -369,13 +347,13 @@ class Connection(asyncio.BufferedProtocol):
 
         encoding.add_done_callback(encoded)
 
-    def _refusal(self, error: Exception, exchange: _Exchange) -> Reply:
+    def _refusal(self, error: Exception, exchange: Exchange) -> Reply:
         """A fault of ours is one request's 500, never the connection's end."""
         if not isinstance(error, (WireError, EngineError)):
             log.error("infer failed", exc_info=error)
         return error_reply(error, exchange.head.headers)
 
-    def _finish(self, exchange: _Exchange, reply: Reply) -> None:
+    def _finish(self, exchange: Exchange, reply: Reply) -> None:
         if self._exchange is not exchange:
             return  # the client left while the reply was made
         keep_alive = exchange.head.keep_alive and not self._closing
@@ -384,7 +362,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _send(
         self,
-        exchange: _Exchange,
+        exchange: Exchange,
         message: list[wire.Buffer],
         status: int = 200,
         reason: str = "",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gemmwire_service import connection
 from gemmwire_service.connection import Connection
+from gemmwire_service.exchange import Exchange
 from gemmwire_service.head import parse_head
 from http_calls import HEADER_LENGTH, call, infer, message
 from links import GOOD, REQUESTS, X, answers, held, linked, request, statuses, steady
@@ -26,7 +26,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     layers: list[str] = []
     real = Connection._begin
 
-    def noting(self: Connection, exchange: connection._Exchange, data: memoryview) -> None:
+    def noting(self: Connection, exchange: Exchange, data: memoryview) -> None:
         layers.append(exchange.layer.name)
         real(self, exchange, data)
 
