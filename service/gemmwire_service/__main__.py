@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from .interrupt import EARLY
+from .openmp import wait_shortly
 from .standard_output import discard, is_of_output
 
 _INTERRUPTED, _NOBODY_READS = 130, 141  # as a shell has them
@@ -18,6 +19,7 @@ Command = Callable[[Sequence[str]], int]
 
 def _serve() -> Command:
     """Exit status: 0 after a graceful stop, 1 where loading failed."""
+    wait_shortly()
     from .serve import serve
     from .settings import load
 
