@@ -12,7 +12,7 @@ from .backends.base import LayerSpec
 from .backlog import Answer
 from .call import Call
 from .head import Head
-from .infer import refuse_other_version, request_id
+from .infer import HEADER_LENGTH, refuse_other_version, request_id
 from .response import text_of
 from .uvicorn_protocol import reply_lines
 
@@ -41,13 +41,16 @@ class Repeat:
     @classmethod
     def of(cls, head: Head, spec: LayerSpec, call: Call, body: memoryview) -> Repeat | None:
         """What was just asked, if its answer is y and nothing else and all behind its JSON part is x."""
-        known = len(head.text) + head.offset
+        json_part = wire.header_length(head.headers.get(HEADER_LENGTH), head.length)
+        if json_part is None:  # all of it is JSON, which may be as long as the x that it holds or names
+            return None
+        known = len(head.text) + json_part
         answer = call.rows * spec.n * wire.ITEMSIZE[call.datatype]
         small = known <= _LONGEST and max(len(call.x.data), answer) <= _LARGEST
-        alike = call.in_place and 0 < len(call.x.data) == head.length - head.offset and call.rows > 0
+        alike = call.in_place and 0 < len(call.x.data) == head.length - json_part and call.rows > 0
         if not small or not alike or not call.is_plain or not head.keep_alive:
             return None
-        return cls(head, spec, call, head.text + bytes(body[: head.offset]))
+        return cls(head, spec, call, head.text + bytes(body[:json_part]))
 
     def is_in(self, data: memoryview) -> bool:
         """Whether this is the request again, and nothing behind it."""

@@ -23,6 +23,7 @@ from http_calls import call, message, raw
 from links import GOOD, REQUESTS, X, answers, held, linked, request, statuses, steady
 from oracle import assert_same_bits, spread
 from serving import Served, serving, settings, until
+from shm_objects import FOLDER, PREFIX, made
 
 
 @pytest.fixture
@@ -148,6 +149,44 @@ def test_one_may_come_in_pieces_or_with_the_next_behind_it(fast: Served, repeate
             time.sleep(0.01)
             link.sendall(GOOD[cut:])
             assert body_of(answers(link, 1)[0])[1] == expected
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"inference_header_content_length": "0000002048"}], ids=["none", "all"]
+)
+def test_json_that_is_as_long_as_its_x_is_read_as_json(
+    fast: Served, repeated: list[Repeat], fields: dict[str, str]
+) -> None:
+    """Guards: the text of a request computed as the numbers that it spells."""
+    with linked(fast) as link:
+        for number in (1, 1, 1, 2, 2):
+            x = torch.full((4, 128), float(number))
+            tensor = {"name": "x", "shape": [4, 128], "datatype": "FP32", "data": [number] * 512}
+            body = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+            got = body_of(ask(link, request(body.ljust(x.numel() * 4), **fields)))[1]
+            with linked(fast) as other:
+                assert got == body_of(ask(other, request(*message(x))))[1]
+    assert not repeated
+
+
+@pytest.mark.skipif(not Path(FOLDER).is_dir(), reason=f"needs {FOLDER}")
+def test_json_that_is_as_long_as_the_x_it_names_is_read_as_json(
+    checkpoint: Path, repeated: list[Repeat]
+) -> None:
+    options = settings(model=(f"m={checkpoint}",), shm_prefix=PREFIX)
+    with serving(options) as served, made(512, "named") as found, linked(served) as link:
+        register = json.dumps({"key": found.key, "byte_size": 512}).encode()
+        assert call(served, "POST", "/v2/systemsharedmemory/region/r/register", register).status == 200
+        place = {"shared_memory_region": "r", "shared_memory_byte_size": 512}
+        tensor = {"name": "x", "shape": [1, 128], "datatype": "FP32", "parameters": place}
+        body = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        for seed in range(5):
+            x = spread(1, 128, seed)
+            found.put(raw(x))
+            got = body_of(ask(link, request(body.ljust(512))))[1]
+            with linked(served) as other:
+                assert got == body_of(ask(other, request(*message(x))))[1]
+    assert not repeated
 
 
 def refit(served: Served, weight: Tensor) -> None:
