@@ -22,7 +22,7 @@ from fuzz.target import CORPUS, Target
 from fuzz.targets import TARGETS
 
 KEPT = CORPUS.parents[2] / ".fuzz"
-TESTS = {name: f"fuzz/test_{name}.py" for name in ("api", "engine", "paths")}
+TESTS = {name: f"fuzz/test_{name}.py" for name in ("api", "engine", "paths", "repeats")}
 _TESTS_SHARE = 0.4  # of the time, for all of them
 _SLOWEST_S = 20  # of one input, before it counts as one that hangs
 _LARGEST = 8192  # bytes of an input

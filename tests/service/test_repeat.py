@@ -155,7 +155,7 @@ def test_one_may_come_in_pieces_or_with_the_next_behind_it(fast: Served, repeate
     "fields", [{}, {"inference_header_content_length": "0000002048"}], ids=["none", "all"]
 )
 def test_json_that_is_as_long_as_its_x_is_read_as_json(
-    fast: Served, repeated: list[Repeat], fields: dict[str, str]
+    fast: Served, repeated: list[Repeat], fields: dict[str, Any]
 ) -> None:
     """Guards: the text of a request computed as the numbers that it spells."""
     with linked(fast) as link:
