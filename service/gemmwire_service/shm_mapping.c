@@ -31,8 +31,11 @@ static int zeros_at(uintptr_t at) {
         uintptr_t start = atomic_load(&mappings[i].start);
         size_t nbytes = atomic_load(&mappings[i].nbytes);
         if (start == FREE || at < start || at - start >= nbytes) continue;
+        /* A place that was given to another meanwhile: the size is that one's, and not what this thread reads. */
+        if (atomic_load(&mappings[i].start) != start) continue;
         uintptr_t from = at & ~(page - 1);
-        void *zeros = mmap((void *)from, start + nbytes - from, PROT_READ | PROT_WRITE,
+        /* Read-only, so that it does not count as memory where no more of that may be promised. */
+        void *zeros = mmap((void *)from, start + nbytes - from, PROT_READ,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
         if (zeros == MAP_FAILED) return 0;
         atomic_store(&mappings[i].gone, 1);
@@ -68,7 +71,7 @@ int gemmwire_map(int file, size_t nbytes, void **start) {
     size_t whole = (nbytes + page - 1) & ~(size_t)(page - 1);
     for (int i = 0; i < MOST; i++) {
         if (atomic_load(&mappings[i].start) != FREE) continue;
-        void *at = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+        void *at = mmap(NULL, whole, PROT_READ, MAP_SHARED, file, 0);
         if (at == MAP_FAILED) return -1;
         atomic_store(&mappings[i].gone, 0);
         atomic_store(&mappings[i].nbytes, whole);

@@ -33,8 +33,8 @@ class Mapper:
 
 
 class Mapping:
-    """`data`: the bytes as they are, to be read and written. What the object loses reads as zeros from then
-    on, also if it grows again, and `gone` is true. It is kept for as long as anything has a part of `data`.
+    """`data`: the bytes as they are, to be read only. What the object loses reads as zeros from then on, also
+    if it grows again, and `gone` is true. It is kept for as long as anything has a part of `data`.
     """
 
     def __init__(self, mapper: Mapper, number: int, start: int, nbytes: int) -> None:

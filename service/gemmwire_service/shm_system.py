@@ -29,6 +29,9 @@ log = logging.getLogger("gemmwire.shm")
 FOLDER = "/dev/shm"
 _NAME = re.compile(r"/?([A-Za-z0-9][A-Za-z0-9._-]*)")
 _IN_PLACE_FROM = 256 << 10  # bytes
+_MAPPED_UP_TO = (
+    64 << 30
+)  # bytes of an object: one with holes may be as large as all that a process can address
 _LONGEST = 255  # characters of a file's name
 # Without O_NONBLOCK, one who has a lease (fcntl) on the object would hold up the event loop for 45 seconds.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -64,22 +67,37 @@ class SystemMemory:
             at += count
 
     def lend(self, offset: int, nbytes: int) -> Loan | None:
-        if nbytes < _IN_PLACE_FROM or self._mapper is None:
+        mapping = self._mapped() if nbytes >= _IN_PLACE_FROM else None
+        if mapping is None:
             return None
-        if self._mapping is None or self._mapping.gone:
-            try:
-                self._mapping = self._mapper.map(self._file, self.offset + self._nbytes)
-            except OSError as error:
-                log.warning("x is copied out of object %r: %s", self.key, error)
-                self._mapper = None
-                return None
-        loan = Loan(self._mapping, self._file, self.offset + offset, nbytes)
+        loan = Loan(mapping, self._file, self.offset + offset, nbytes)
         self.refuse_shrunk(loan)
         return loan
 
+    def _mapped(self) -> MappedFile | None:
+        """The object as memory, from its first use on; None where it is copied."""
+        end = self.offset + self._nbytes
+        if self._mapping is not None and self._mapping.gone:
+            # It shrank, or it has holes and there is no memory to fill them; read as a file they are zeros.
+            self._mapping = self._mapper = None
+        if self._mapping is None and self._mapper is not None and end <= _MAPPED_UP_TO:
+            try:
+                self._mapping = self._mapper.map(self._file, end)
+            except OSError as error:
+                log.warning("x is copied out of object %r: %s", self.key, error)
+                self._mapper = None
+        return self._mapping
+
     def refuse_shrunk(self, loan: Loan) -> None:
-        if not loan.is_whole():
-            self._refuse_shrunk(loan.needed - self.offset)
+        if loan.is_whole():
+            return
+        self._refuse_shrunk(loan.needed - self.offset, os.fstat(self._file).st_size)
+        raise WireError(
+            "region_gone",
+            f"Object {self.key!r} could not be read: it was shorter meanwhile, or it has holes and {FOLDER} "
+            "is full; send the request again",
+            got=self.key,
+        )
 
     def write(self, data: Buffer, offset: int) -> None:
         view = data if isinstance(data, bytes) else memoryview(data).cast("B")

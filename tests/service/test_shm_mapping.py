@@ -164,7 +164,7 @@ def test_an_object_that_shrinks_under_a_request(served: Served, region: Object, 
 
 
 def test_zeros_in_the_place_of_what_went_are_nobodys_answer(
-    served: Served, region: Object, monkeypatch: pytest.MonkeyPatch
+    served: Served, region: Object, loans: list[Loan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards: an object that is whole again by the time that the answer is made."""
     from gemmwire_service.host import Host
@@ -180,10 +180,15 @@ def test_zeros_in_the_place_of_what_went_are_nobodys_answer(
 
     with monkeypatch.context() as patch:
         patch.setattr(Host, "forward", shrinking)
-        assert refused(ask(served))
+        reply = ask(served)
+        assert refused(reply)
+        assert "shorter meanwhile" in reply.json["error"]
     region.put(raw(X))
-    assert ask(served).status == 200
-    assert region.get(Y_BYTES, Y_AT) == expected(served)
+    lent = len(loans)
+    for _ in range(2):
+        assert ask(served).status == 200
+        assert region.get(Y_BYTES, Y_AT) == expected(served)
+    assert len(loans) == lent, "holes that a full /dev/shm has no room for are read as a file"
 
 
 def test_an_owner_that_never_rests(served: Served, region: Object) -> None:
@@ -259,6 +264,27 @@ def test_what_cannot_be_mapped_is_copied(
     assert caplog.text.count("there is no more address space") == 1
 
 
+def test_an_object_of_nothing_but_holes_takes_no_address_space(served: Served, loans: list[Loan]) -> None:
+    """Guards: clients whose objects, of a few pages, leave the server no addresses for its own memory."""
+    size = 1 << 46
+    with made(size, "holes") as found:
+        register(served, found, byte_size=size)
+        for at in (0, size - SIZE):
+            found.put(raw(X), at)
+            place = {
+                "shared_memory_region": "r",
+                "shared_memory_byte_size": X_BYTES,
+                "shared_memory_offset": at,
+            }
+            x = {"name": "x", "shape": [ROWS, 128], "datatype": "FP32", "parameters": place}
+            body = json.dumps({"inputs": [x], "parameters": {"binary_data_output": True}}).encode()
+            for _ in range(3):
+                assert raw(infer(served, "m.plain", body).tensor) == expected(served)
+        assert not mapped()
+        assert not loans
+        call(served, "POST", "/v2/systemsharedmemory/unregister")
+
+
 _OTHERS = """
 import ctypes, faulthandler, mmap, os, signal, sys
 from pathlib import Path
@@ -312,3 +338,52 @@ def test_mappings_are_counted_and_come_back(tmp_path: Path) -> None:
             assert not mapped()
         with pytest.raises(OSError, match="cannot be mapped"):
             _ = [mapper.map(found.file, 8192) for _ in range(1025)]
+
+
+_MOVED = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+from gemmwire_service import shm_mapping
+source = Path(shm_mapping.SHM_MAPPING).read_text()
+reading = "size_t nbytes = atomic_load(&mappings[i].nbytes);"
+assert reading in source.partition("static void on_bus_error")[0]
+slow = Path(sys.argv[1], "slow.c")
+slow.write_text(source.replace(reading, "if (i == 0) usleep(400000);" + reading, 1))
+shm_mapping.SHM_MAPPING = slow
+mapper = shm_mapping.Mapper(None)
+
+def opened(name, nbytes):
+    file = os.open(Path(sys.argv[1], name), os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(file, nbytes)
+    return file
+
+def address(mapping):
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping.data))
+
+page, large = 4096, 1 << 30
+first, lost, other = opened("first", page), opened("lost", page), opened("other", large)
+place = mapper.map(first, page)  # has the first place of the table
+own = mapper.map(lost, page)
+del place
+low = mapper.map(other, 64 << 20)  # has it now, below
+at, start = address(own), address(low)
+assert start < at < start + large, (hex(start), hex(at))
+os.ftruncate(lost, 0)
+copied = ctypes.create_string_buffer(page)
+reader = threading.Thread(target=ctypes.memmove, args=(copied, at, page))
+reader.start()
+time.sleep(0.1)
+del low
+high = mapper.map(other, large)
+reader.join()
+assert own.gone and not high.gone and copied.raw == bytes(page)
+print("whole", flush=True)
+"""
+
+
+def test_a_place_that_is_given_to_another_meanwhile(tmp_path: Path) -> None:
+    """Guards: zeros over memory that is nobody's mapping, by the start of one and the size of another."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MOVED, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.returncode) == ("whole\n", 0), done.stderr
