@@ -13,7 +13,7 @@ from .backlog import Answer
 from .call import Call
 from .head import Head
 from .infer import HEADER_LENGTH, refuse_other_version, request_id
-from .response import text_of
+from .response import LONGEST_ID, text_of
 from .uvicorn_protocol import reply_lines
 
 _LARGEST = 64 << 10  # bytes of a request and of its y, beyond which what this saves is not to be noticed
@@ -48,7 +48,7 @@ class Repeat:
         answer = call.rows * spec.n * wire.ITEMSIZE[call.datatype]
         small = known <= _LONGEST and max(len(call.x.data), answer) <= _LARGEST
         alike = call.in_place and 0 < len(call.x.data) == head.length - json_part and call.rows > 0
-        if not small or not alike or not call.is_plain or not head.keep_alive:
+        if not small or not alike or not call.is_plain or not head.keep_alive or len(call.id) > LONGEST_ID:
             return None
         return cls(head, spec, call, head.text + bytes(body[:json_part]))
 

@@ -303,8 +303,9 @@ def test_a_client_that_leaves_leaves_nothing_behind(fast: Served, repeated: list
     [
         request(*message(torch.ones(200, 128))),  # 100 KB
         request(*message(torch.ones(1, 32)), path="/v2/models/tall/infer"),  # 800 KB
+        request(*message(X, id="i" * 129)),  # whose answer's text is not remembered either
     ],
-    ids=["x", "y"],
+    ids=["x", "y", "id"],
 )
 def test_what_is_large_is_not_kept(fast: Served, repeated: list[Repeat], sent: bytes) -> None:
     with linked(fast) as link:
