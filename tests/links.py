@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -64,6 +66,19 @@ def answers(link: socket.socket, count: int) -> list[bytes]:
         assert chunk, f"closed after {len(found)} answers and {received[:200]!r}"
         received += chunk
     return found
+
+
+def body_of(answer: bytes) -> tuple[dict[str, Any], bytes]:
+    """Its JSON part and the bytes behind it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"header-content-length: (\d+)", head)
+    at = int(length[1]) if length is not None else len(body)
+    return json.loads(body[:at]), body[at:]
+
+
+def ask(link: socket.socket, sent: bytes) -> bytes:
+    link.sendall(sent)
+    return answers(link, 1)[0]
 
 
 def statuses(found: list[bytes]) -> list[int]:

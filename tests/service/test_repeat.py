@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import shutil
 import time
 import weakref
@@ -16,46 +15,19 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from gemmwire_service.connection import Connection
-from gemmwire_service.layer import Layer
 from gemmwire_service.repeat import Repeat
 from http_calls import call, message, raw
-from links import GOOD, REQUESTS, X, answers, held, linked, request, statuses, steady
+from links import GOOD, REQUESTS, X, answers, ask, body_of, held, linked, request, statuses, steady
 from oracle import assert_same_bits, spread
 from serving import Served, serving, settings, until
 from shm_objects import FOLDER, PREFIX, made
 
 
-@pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Repeat]:
-    """Those that were taken for what they are."""
-    found: list[Repeat] = []
-    real = Connection._begin_again
-
-    def noting(self: Connection, repeat: Repeat, layer: Layer, data: memoryview) -> None:
-        found.append(repeat)
-        real(self, repeat, layer, data)
-
-    monkeypatch.setattr(Connection, "_begin_again", noting)
-    return found
-
-
-def body_of(answer: bytes) -> tuple[dict[str, Any], bytes]:
-    """Its JSON part and the bytes behind it."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    length = re.search(rb"header-content-length: (\d+)", head)
-    at = int(length[1]) if length is not None else len(body)
-    return json.loads(body[:at]), body[at:]
-
-
-def ask(link: Any, sent: bytes) -> bytes:
-    link.sendall(sent)
-    return answers(link, 1)[0]
-
-
-def quantized() -> bytes:
-    """x of 3 rows as codes and scales: 1.0 times powers of two."""
+def quantized(turned: bool) -> bytes:
+    """x of 3 rows as codes and scales, or as scales and codes: 1.0 times powers of two."""
     codes, scales = torch.full((3, 128), 0x38, dtype=torch.uint8), torch.full((3, 4), 127, dtype=torch.uint8)
+    parts = [("x_e4m3", codes), ("x_scale_e8m0", scales)]
+    parts = parts[::-1] if turned else parts
     inputs = [
         {
             "name": name,
@@ -63,13 +35,17 @@ def quantized() -> bytes:
             "datatype": "UINT8",
             "parameters": {"binary_data_size": x.numel()},
         }
-        for name, x in (("x_e4m3", codes), ("x_scale_e8m0", scales))
+        for name, x in parts
     ]
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    return request(head + raw(codes) + raw(scales), len(head))
+    return request(head + b"".join(raw(x) for _, x in parts), len(head))
 
 
-@pytest.mark.parametrize("sent", [*REQUESTS.values(), quantized()], ids=[*REQUESTS, "quantized"])
+@pytest.mark.parametrize(
+    "sent",
+    [*REQUESTS.values(), quantized(False), quantized(True)],
+    ids=[*REQUESTS, "quantized", "scales-first"],
+)
 def test_every_answer_is_the_one_that_asgi_gives(fast: Served, asgi: Served, sent: bytes) -> None:
     with linked(asgi) as link:
         expected = steady(ask(link, sent))
