@@ -29,9 +29,8 @@ log = logging.getLogger("gemmwire.shm")
 FOLDER = "/dev/shm"
 _NAME = re.compile(r"/?([A-Za-z0-9][A-Za-z0-9._-]*)")
 _IN_PLACE_FROM = 256 << 10  # bytes
-_MAPPED_UP_TO = (
-    64 << 30
-)  # bytes of an object: one with holes may be as large as all that a process can address
+# Bytes of an object: one with holes may be as large as all that a process can address.
+_MAPPED_UP_TO = 64 << 30
 _LONGEST = 255  # characters of a file's name
 # Without O_NONBLOCK, one who has a lease (fcntl) on the object would hold up the event loop for 45 seconds.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
