@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemmwire.wire import Buffer
 
-from .backends.base import PreparedWeight
+from .backends.base import PreparedWeight, Product
 from .backlog import Item
 from .buckets import Ladder
 from .done import Done, answers
@@ -171,16 +171,21 @@ class Host:
 
     def _compute(self, x: Tensor, layer: Layer, bucket: int) -> Tensor:
         route = layer.routes.by_bucket[bucket]
+        if isinstance(route.backend, Product):
+            self._set_threads(route, bucket)
+            return route.backend.product(x, route.weight, route.plan)
         out = torch.empty(bucket, route.weight.n_pad, dtype=torch.bfloat16)
         self._run(route, x, out)
         return out
 
     def _run(self, route: Route, x: Tensor, out: Tensor) -> None:
+        self._set_threads(route, x.shape[0])
+        route.backend.forward(x, route.weight, route.plan, out)
+
+    def _set_threads(self, route: Route, bucket: int) -> None:
         threads = self._threads
         if threads is not None:  # torch's number is of the calling thread
-            long = work(len(x), route.weight) >= _LONG
-            torch.set_num_threads(threads.all if long else threads.few)
-        route.backend.forward(x, route.weight, route.plan, out)
+            torch.set_num_threads(threads.all if work(bucket, route.weight) >= _LONG else threads.few)
 
 
 def _done(

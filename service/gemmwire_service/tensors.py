@@ -25,6 +25,9 @@ def matrix(item: Item) -> Tensor:
 
 
 def as_bytes(y: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, which they keep alive."""
-    data: memoryview = y.view(-1).view(torch.uint8).numpy().data
-    return data
+    """The bytes of a contiguous tensor in host memory, which they keep alive. It is not empty.
+
+    By one operator, each of which gives Python's lock away and has to get it back.
+    """
+    data: memoryview = y.view(torch.uint8).numpy().data
+    return data.cast("B")

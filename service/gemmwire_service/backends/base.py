@@ -8,7 +8,7 @@ not left to be found in a forward.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -96,6 +96,14 @@ class Backend(Protocol):
         contiguous. A row of x with a NaN or Inf gives a row of NaN and changes no other row.
         Raises TypeError for a weight that another backend prepared.
         """
+
+
+@runtime_checkable
+class Product(Protocol):
+    """What a backend may have beside `forward`, where that would copy y to its place."""
+
+    def product(self, x: Tensor, weight: PreparedWeight, plan: Plan) -> Tensor:
+        """-> y, which `forward` would write to `out`, in memory of its own."""
 
 
 def check_shapes(x: Tensor, weight: PreparedWeight, plan: Plan, out: Tensor) -> None:

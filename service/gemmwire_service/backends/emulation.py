@@ -145,8 +145,19 @@ class Emulation:
             raise foreign_weight(self.name, weight)
         check_shapes(x, weight, plan, out)
         rows = rows_at_once(x)
-        for start in range(0, len(x), rows):
+        if rows == plan.bucket:
+            return self._multiply(x, weight, out)
+        for start in range(0, plan.bucket, rows):
             self._multiply(x[start : start + rows], weight, out[start : start + rows])
+        return None
+
+    def product(self, x: Tensor, weight: PreparedWeight, plan: Plan) -> Tensor:
+        """oneDNN gives y in memory of its own, from a weight in its own order."""
+        if isinstance(weight, EmulationWeight) and _is_one_call(x, weight):
+            return _linear(self._operands.rounded(x, weight.k_pad, weight.columns), weight.matrix)
+        out = torch.empty(plan.bucket, weight.n_pad, dtype=torch.bfloat16, device=x.device)
+        self.forward(x, weight, plan, out)
+        return out
 
     def _multiply(self, x: Tensor, weight: EmulationWeight, out: Tensor) -> None:
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
@@ -158,13 +169,20 @@ class Emulation:
             torch.mm(operand, weight.matrix.t(), out=out)
 
 
+def _is_one_call(x: Tensor, weight: EmulationWeight) -> bool:
+    """Whether `forward` would call oneDNN once, and nothing else."""
+    rows = x.shape[0]
+    few = few_rows_for(weight.plain) if weight.plain is not None else None
+    return weight.packed and rows_at_once(x) == rows and (few is None or rows > few.most)
+
+
 def rows_at_once(x: Tensor) -> int:
     """How many rows are rounded and then multiplied: on one thread as many as stay in its caches meanwhile,
     where all of [2048, 4096] would take a fifth longer. Several wait for each other too often for that.
 
     Equal parts, so that the bits of a row are the same wherever it stands.
     """
-    rows = len(x)
+    rows = x.shape[0]
     if x.is_cpu and torch.get_num_threads() == 1:
         while rows * x.shape[1] > _CACHED and not rows % 2:
             rows //= 2

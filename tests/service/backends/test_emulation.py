@@ -82,6 +82,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (576, 341), (1024, 512)])
+@pytest.mark.parametrize("bucket", [1, 8, 9, 16, 300])
+def test_y_in_memory_of_its_own_has_the_same_bits(bucket: int, n: int, k: int, with_bias: bool) -> None:
+    """Guards: a bucket whose bits depend on how its forward is asked for; memory that is used again."""
+    generator = seeded(bucket, n, k)
+    bias = torch.randn(n, generator=generator) if with_bias else None
+    backend = Emulation()
+    weight = backend.prepare(MxWeight.from_float(spread(n, k, generator), bias), CPU)
+    xs = [
+        torch.nn.functional.pad(spread(bucket, k, generator), (0, weight.k_pad - k)).bfloat16() for _ in "ab"
+    ]
+    ys = [backend.product(x, weight, Plan(bucket)) for x in xs]
+    for x, y in zip(xs, ys, strict=True):
+        out = torch.empty(bucket, weight.n_pad, dtype=torch.bfloat16)
+        backend.forward(x, weight, Plan(bucket), out)
+        assert_same_bits(y, out)
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("rows", [1536, 2047])
 def test_an_x_beyond_the_caches_is_exact_in_every_part(rows: int) -> None:
