@@ -56,7 +56,7 @@ class Call(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the answer is y alone, as bytes in its body."""
-        return self.binary and not self.columns and not self.targets
+        return self.binary and not self.columns
 
     @property
     def has_place(self) -> bool:

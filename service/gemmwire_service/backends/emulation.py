@@ -146,34 +146,29 @@ class Emulation:
         check_shapes(x, weight, plan, out)
         rows = rows_at_once(x)
         if rows == plan.bucket:
-            return self._multiply(x, weight, out)
+            return _place(self._multiply(x, weight, out), out)
         for start in range(0, plan.bucket, rows):
-            self._multiply(x[start : start + rows], weight, out[start : start + rows])
+            part = out[start : start + rows]
+            _place(self._multiply(x[start : start + rows], weight, part), part)
         return None
 
     def product(self, x: Tensor, weight: PreparedWeight, plan: Plan) -> Tensor:
         """oneDNN gives y in memory of its own, from a weight in its own order."""
-        if isinstance(weight, EmulationWeight) and _is_one_call(x, weight):
-            return _linear(self._operands.rounded(x, weight.k_pad, weight.columns), weight.matrix)
+        if isinstance(weight, EmulationWeight) and weight.packed and rows_at_once(x) == plan.bucket:
+            return self._multiply(x, weight, None)
         out = torch.empty(plan.bucket, weight.n_pad, dtype=torch.bfloat16, device=x.device)
         self.forward(x, weight, plan, out)
         return out
 
-    def _multiply(self, x: Tensor, weight: EmulationWeight, out: Tensor) -> None:
+    def _multiply(self, x: Tensor, weight: EmulationWeight, out: Tensor | None) -> Tensor:
+        """-> y, in `out` where there is one and the matmul can write there."""
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
-        if multiply_few(operand, weight.plain if weight.packed else weight.matrix, out):
-            return
+        y = multiply_few(operand, weight.plain if weight.packed else weight.matrix, out)
+        if y is not None:
+            return y
         if weight.packed:
-            _copy(_linear(operand, weight.matrix), out)
-        else:
-            torch.mm(operand, weight.matrix.t(), out=out)
-
-
-def _is_one_call(x: Tensor, weight: EmulationWeight) -> bool:
-    """Whether `forward` would call oneDNN once, and nothing else."""
-    rows = x.shape[0]
-    few = few_rows_for(weight.plain) if weight.plain is not None else None
-    return weight.packed and rows_at_once(x) == rows and (few is None or rows > few.most)
+            return _linear(operand, weight.matrix)
+        return torch.mm(operand, weight.matrix.t(), out=out)
 
 
 def rows_at_once(x: Tensor) -> int:
@@ -195,13 +190,17 @@ def few_rows_for(matrix: Tensor) -> FewRows | None:
     return few_rows_here() if on_cpu and matrix.nbytes <= LARGEST else None
 
 
-def multiply_few(operand: Tensor, matrix: Tensor | None, out: Tensor) -> bool:
-    """Whether out = operand @ matrix.T has been computed, operand having few rows."""
+def multiply_few(operand: Tensor, matrix: Tensor | None, out: Tensor | None) -> Tensor | None:
+    """operand @ matrix.T, in `out` where there is one; None where operand has not few rows."""
     few = few_rows_for(matrix) if matrix is not None else None
-    if few is None or matrix is None or len(operand) > few.most or not out.is_contiguous():
-        return False
+    if few is None or matrix is None or operand.shape[0] > few.most:
+        return None
+    if out is None:
+        out = torch.empty(operand.shape[0], matrix.shape[0], dtype=torch.bfloat16)
+    elif not out.is_contiguous():
+        return None
     few.multiply(operand, matrix, out)
-    return True
+    return out
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -252,8 +251,11 @@ def _linear(x: Tensor, packed: Tensor) -> Tensor:
     return y
 
 
-def _copy(y: Tensor, out: Tensor) -> None:
-    """Without giving Python's lock away, where it is short: the event loop may keep it for longer."""
+def _place(y: Tensor, out: Tensor) -> None:
+    """Have y in `out`: without giving Python's lock away, where the copy is short, since the event loop may
+    keep it for longer."""
+    if y is out:
+        return
     if y.nbytes <= _COPY_HOLDING_UP_TO and out.is_contiguous():
         _memmove(out.data_ptr(), y.data_ptr(), y.nbytes)
     else:

@@ -76,7 +76,7 @@ class EmulationE4m3:
         operand = self._operands.rounded(x, weight.k_pad, weight.columns)
         matrix = self._matrices.empty(weight.n, weight.columns, x.device)
         _fill(matrix, weight)
-        if not multiply_few(operand, matrix, out):
+        if multiply_few(operand, matrix, out) is None:
             torch.mm(operand, matrix.t(), out=out)
 
 
