@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NoReturn, Protocol
 from gemmwire.wire import Buffer, Shared, WireError
 
 from .body import aligned
-from .shm_mapping import Loan
 
 MOST = 256  # regions; each is an open file, or a mapping of a device's memory
 SWEEP_S = 5.0
@@ -30,12 +29,9 @@ class Memory(Protocol):
 
     def read(self, target: memoryview, offset: int) -> None: ...
 
-    def lend(self, offset: int, nbytes: int) -> Loan | None:
-        """The bytes in place, where that is better than a copy of them."""
-        ...
-
-    def refuse_shrunk(self, loan: Loan) -> None:
-        """Errors: WireError `region_gone` where a loan was not all there."""
+    def lend(self, offset: int, nbytes: int) -> tuple[Buffer, Callable[[], None]] | None:
+        """The bytes in place, where that is better than a copy of them, and what refuses them once they have
+        been used, if they were not all there: WireError `region_gone`."""
         ...
 
     def write(self, data: Buffer, offset: int) -> None: ...
@@ -87,15 +83,16 @@ class Region:
         """
         with self._copying:
             self._refuse_closed()
-            loan = self.memory.lend(place.offset, place.nbytes)
-        if loan is None:
+            lent = self.memory.lend(place.offset, place.nbytes)
+        if lent is None:
             return self.read(place), None
-        return loan.data, partial(self._take_back, loan)
+        data, refuse_shrunk = lent
+        return data, partial(self._take_back, refuse_shrunk)
 
-    def _take_back(self, loan: Loan) -> None:
+    def _take_back(self, refuse_shrunk: Callable[[], None]) -> None:
         with self._copying:
             self._refuse_closed()
-            self.memory.refuse_shrunk(loan)
+            refuse_shrunk()
 
     def write(self, data: Buffer, offset: int) -> None:
         """Errors: WireError `region_gone`."""

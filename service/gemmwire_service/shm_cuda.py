@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol
 from gemmwire.wire import Buffer, WireError
 
 from .shm import refuse_region
-from .shm_mapping import Loan
 
 HANDLE_BYTES = 64
 
@@ -54,9 +53,6 @@ class CudaMemory:
 
     def lend(self, offset: int, nbytes: int) -> None:
         """The host reads x, and has to have a copy for that."""
-
-    def refuse_shrunk(self, loan: Loan) -> None:
-        """There are no loans."""
 
     def write(self, data: Buffer, offset: int) -> None:
         with _Gone():

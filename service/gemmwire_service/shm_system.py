@@ -13,7 +13,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,13 +66,13 @@ class SystemMemory:
                 self._refuse_shrunk(offset + len(target))
             at += count
 
-    def lend(self, offset: int, nbytes: int) -> Loan | None:
+    def lend(self, offset: int, nbytes: int) -> tuple[Buffer, Callable[[], None]] | None:
         mapping = self._mapped() if nbytes >= _IN_PLACE_FROM else None
         if mapping is None:
             return None
         loan = Loan(mapping, self._file, self.offset + offset, nbytes)
-        self.refuse_shrunk(loan)
-        return loan
+        self._refuse_broken(loan)
+        return loan.data, partial(self._refuse_broken, loan)
 
     def _mapped(self) -> MappedFile | None:
         """The object as memory, from its first use on; None where it is copied."""
@@ -87,7 +88,7 @@ class SystemMemory:
                 self._mapper = None
         return self._mapping
 
-    def refuse_shrunk(self, loan: Loan) -> None:
+    def _refuse_broken(self, loan: Loan) -> None:
         if loan.is_whole():
             return
         self._refuse_shrunk(loan.needed - self.offset, os.fstat(self._file).st_size)
